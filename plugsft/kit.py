@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .model.answers import lay_out, sum_per_answer
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.meta_model import find_modules, meta_model
-    from .model.tensor_shards import num_weights, whole_shape
+    from .model.tensor_shards import num_weights, shard_of, whole_shape
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
@@ -38,6 +38,7 @@ __all__ = [
     "num_weights",
     "pack",
     "render_pairs",
+    "shard_of",
     "single_document",
     "sum_per_answer",
     "tokenize_slice",

@@ -20,10 +20,10 @@ from plugsft import PluginError, hookimpl, plugin
 from plugsft.base.types import Shard
 from plugsft.batches.plan import shuffle
 from plugsft.data.slices import merge
+from plugsft.kit import shard_of
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.dpo_reference.log_probs import pair_ids
 from plugsft.plugins.ema import Ema
-from plugsft.plugins.low_memory_adam.corrected import first_element
 from plugsft.plugins.router_loss.balance import sequence_shares
 from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
@@ -211,7 +211,7 @@ def test_random_rounding_counts_from_the_first_number_of_a_rank(rank, rows):
         mesh = init_device_mesh("cpu", (2,))
         sizes = {"shape": whole.shape, "stride": whole.stride()}
         weight = DTensor.from_local(part, mesh, [ShardOf(0)], run_check=False, **sizes)
-        assert first_element(weight) == (part[0, 0] if len(part) else rows * 3)
+        assert shard_of(weight).start == (part[0, 0] if len(part) else rows * 3)
     finally:
         dist.destroy_process_group()
 

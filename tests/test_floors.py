@@ -48,8 +48,8 @@ EXPORTED = {
     "plugsft.kit": """
         ONE_THREAD AnswerLoss SliceResult Tokenizer Tokens attend_per_document decay_groups
         decoder_layers documents_of encode find_modules fused_head lay_out meta_copy meta_model
-        model_inputs num_weights pack render_pairs single_document sum_per_answer tokenize_slice
-        trained_rows try_slice whole_shape
+        model_inputs num_weights pack render_pairs shard_of single_document sum_per_answer
+        tokenize_slice trained_rows try_slice whole_shape
     """,
 }
 COMMANDS = _words("""

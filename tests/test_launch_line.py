@@ -116,7 +116,7 @@ def test_a_contradiction_is_one_line_with_its_cure(launch, words, says):
     code, lines, command = launch(*shlex.split(words))
     errors = [line for line in lines if not line.startswith("launch: ")]
     assert (code, len(errors), command) == (2, 1, []) and says in errors[0], lines
-    assert launch_ranks.SWITCH["zero3"] not in os.environ
+    assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
 
 
 def test_a_strategy_that_is_left_in_the_environment_is_refused(launch, monkeypatch):

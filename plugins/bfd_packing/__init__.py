@@ -10,7 +10,6 @@ from pydantic import Field
 
 from plugsft import Batch, Ints, Layouts, Recipe, Train, hookimpl, plugin, state
 
-from .attention_cost import TYPICAL, break_even_length
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""
+TYPICAL = 50_000
+"""Length at which attention costs as much as the rest of a model with some billion weights."""
 
 
 @plugin(provides={"packed_rows": "capacity"}, affects_results=["scope", "overlong"])
@@ -62,6 +63,8 @@ class BfdPacking:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Measure the cost of the model's attention."""
+        from .attention_cost import break_even_length
+
         model = yield
         self.break_even = break_even_length(model)
         return model

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from plugsft import Train
-from plugsft.kit import decay_groups
+from plugsft.kit import decay_groups, shard_of
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights that are updated at a time, which bounds the float32 values in between."""
@@ -70,17 +69,15 @@ class CorrectedAdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
         state["step"] += 1
-        updated = [weight, state["exp_avg"], state["exp_avg_sq"]]
-        parameter, mean, square = (_local(tensor).view(-1) for tensor in updated)
-        flat = [parameter, _local(grad).reshape(-1), mean, square]
-        device = flat[0].device
+        tensors = [weight, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]]
+        shards = [shard_of(tensor) for tensor in tensors]
+        device = shards[0].values.device
         numbers, key = scalars(state["step"], device), hash_of(self.seed, state["step"], number)
-        start, update = first_element(weight), _update_for(device.type)
-        size = CHUNK.get(device.type, CHUNK["cpu"])
-        for offset in range(0, flat[0].numel(), size):
+        update, size = _update_for(device.type), CHUNK.get(device.type, CHUNK["cpu"])
+        for offset in range(0, shards[0].values.numel(), size):
             chunk = slice(offset, offset + size)
-            first = torch.tensor([start + offset, key]).to(device, non_blocking=True)
-            update(*(values[chunk] for values in flat), numbers, first)
+            first = torch.tensor([shards[0].start + offset, key]).to(device, non_blocking=True)
+            update(*(shard.values[chunk] for shard in shards), numbers, first)
 
 
 def scalars_of(group: dict[str, Any], step: int, device: torch.device) -> Tensor:
@@ -142,22 +139,6 @@ def hash_of(*numbers: int) -> int:
         value = (value ^ number) * 0xD6E8FEB86659FD93 % (1 << 64)
         value ^= value >> 32
     return value >> 1
-
-
-def first_element(weight: Tensor) -> int:
-    """Return the position of this rank's first element in the whole weight."""
-    if not isinstance(weight, DTensor):
-        return 0
-    for dimension, placement in enumerate(weight.placements):
-        if placement.is_shard():
-            ranks = weight.device_mesh.size(dimension)
-            rows = -(-weight.shape[0] // ranks) * weight.device_mesh.get_local_rank(dimension)
-            return min(rows, weight.shape[0]) * weight[0].numel()
-    return 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @cache

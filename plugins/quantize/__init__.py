@@ -57,7 +57,7 @@ class Quantize:
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Quantize the weights as they are loaded, before adapters are added."""
-        from .base import finish, request
+        from .base import describe, record_when_saved, request
 
         request(load, self.kind, self.dtype, self.left_out)
         model = yield
@@ -66,7 +66,8 @@ class Quantize:
         else:
             from .base import prepare_int8 as prepare
         layers = prepare(model, self.dtype)
-        self.result = finish(model, layers, self.kind, self.dtype)
+        record_when_saved(model)
+        self.result = describe(model, layers, self.kind, self.dtype)
         return model
 
     @hookimpl

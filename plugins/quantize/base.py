@@ -40,12 +40,6 @@ def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None
     )
 
 
-def finish(model: Any, layers: list[Any], kind: str, dtype: str) -> str:
-    """Record the quantization, and describe it."""
-    record_when_saved(model)
-    return describe(model, layers, kind, dtype)
-
-
 def prepare_int8(model: Any, dtype: str) -> list[Any]:
     """Keep DDP from copying the scales, which are the same on all ranks; return the layers."""
     for module in model.modules():

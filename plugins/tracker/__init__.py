@@ -58,7 +58,7 @@ class Tracker:
 
         if run.is_main:
             self.samples = NewSamples(run.output / "samples.jsonl", run.step)
-            start_senders(self, self.recipe, run.step)
+            self.senders = start_senders(self, self.recipe, run.step)
 
     @hookimpl
     def finished(self, run: Run, status: str) -> None:
@@ -87,4 +87,4 @@ class Tracker:
         """Send the samples that another plugin has added to the output."""
         for step, samples in self.samples.read().items() if self.senders else ():
             for sender in self.senders:
-                sender.send_samples(step, samples)
+                sender.send(step, samples)

@@ -28,14 +28,8 @@ class NewRun:
     """The tracker's id of the run to continue."""
 
 
-@dataclass(frozen=True)
-class StartedRun:
-    """A started run."""
-
-    tracker: Any
-    run_id: str
-    view: str
-    """The command or address that shows the run."""
+StartedRun = tuple[Any, str, str]
+"""The tracker, its id of the run, and the command or address that shows the run."""
 
 
 def start(kind: str, run: NewRun) -> StartedRun:
@@ -54,7 +48,7 @@ def _start_tensorboard(tracker_class: Any, run: NewRun) -> StartedRun:
     # Leaves out the points of later steps: a resumed run logs them again.
     tracker = tracker_class(run.name, logs, purge_step=run.step + 1)
     tracker.start()
-    return StartedRun(tracker, run.name, f"tensorboard --logdir {logs}")
+    return tracker, run.name, f"tensorboard --logdir {logs}"
 
 
 def _start_wandb(tracker_class: Any, run: NewRun) -> StartedRun:
@@ -72,7 +66,7 @@ def _start_wandb(tracker_class: Any, run: NewRun) -> StartedRun:
     # Not wandb's own step counter: a resumed run may log some steps again.
     wandb_run.define_metric("*", step_metric="step")
     view = wandb_run.url or f"wandb sync {Path(wandb_run.dir).parent}"
-    return StartedRun(tracker, wandb_run.id, view)
+    return tracker, wandb_run.id, view
 
 
 def _start_trackio(tracker_class: Any, run: NewRun) -> StartedRun:
@@ -85,7 +79,7 @@ def _start_trackio(tracker_class: Any, run: NewRun) -> StartedRun:
     )
     with redirect_stdout(StringIO()):  # it prints how to use its dashboard
         tracker.start()
-    return StartedRun(tracker, tracker.tracker.name, f"trackio show --project {run.project}")
+    return tracker, tracker.tracker.name, f"trackio show --project {run.project}"
 
 
 def _start_mlflow(tracker_class: Any, run: NewRun) -> StartedRun:
@@ -93,7 +87,7 @@ def _start_mlflow(tracker_class: Any, run: NewRun) -> StartedRun:
     tracker.start()
     run_id = tracker.tracker.info.run_id
     uri = importlib.import_module("mlflow").get_tracking_uri()
-    return StartedRun(tracker, run_id, f"mlflow run {run_id} of {uri}")
+    return tracker, run_id, f"mlflow run {run_id} of {uri}"
 
 
 def finish(kind: str, tracker: Any, status: str) -> None:

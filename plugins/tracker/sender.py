@@ -23,15 +23,10 @@ class Sender:
         self._error, self._finished = "", False
         self._pause, self._next_try = FIRST_PAUSE, 0.0
 
-    def send(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send metrics, after those that are still in the queue; never raise."""
-        self._add(step, {name: value for name, value in metrics.items() if value is not None})
-
-    def send_samples(self, step: int, samples: Samples) -> None:
-        """Send the samples of a step likewise."""
-        self._add(step, samples)
-
-    def _add(self, step: int, entry: dict[str, Any] | Samples) -> None:
+    def send(self, step: int, entry: dict[str, Any] | Samples) -> None:
+        """Send metrics or samples, after those that are still in the queue; never raise."""
+        if isinstance(entry, dict):
+            entry = {name: value for name, value in entry.items() if value is not None}
         self._queue.append((step, entry))
         if time.monotonic() >= self._next_try:
             self._send_queue()

@@ -19,8 +19,9 @@ RUN_IDS = "trackers.json"
 """File in the output: the ids that trackers gave to the run, to continue it after a resume."""
 
 
-def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> None:
-    """Start a run in each tracker, or continue it after a step; add their senders."""
+def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> list[Sender]:
+    """Start a run in each tracker, or continue it after a step; return their senders."""
+    senders: list[Sender] = []
     path = recipe.folder / RUN_IDS
     # A run from step 0 starts new runs in its trackers.
     run_ids = json.loads(path.read_text(encoding="utf8")) if step and path.is_file() else {}
@@ -31,19 +32,20 @@ def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> None:
         key = f"{kind}/{plugin.project}"
         run_id = run_ids.get(key)
         try:
-            run = start(kind, NewRun(plugin.project, name, folder, configuration, step, run_id))
-            plugin.senders.append(Sender(kind, run.tracker))
+            run = NewRun(plugin.project, name, folder, configuration, step, run_id)
+            tracker, run_ids[key], view = start(kind, run)
+            senders.append(Sender(kind, tracker))
             if run_id is None:
-                run.tracker.store_init_configuration(configuration)
+                tracker.store_init_configuration(configuration)
         except Exception as error:
-            for sender in plugin.senders:
+            for sender in senders:
                 sender.finish("failed")
             cure = MLFLOW_CURE if kind == "mlflow" else "correct that"
             raise PluginError(
                 f"plugins.tracker: {kind} cannot start: {describe_error(error)}; {cure}, or "
                 f'remove "{kind}" from `to`'
             ) from error
-        run_ids[key] = run.run_id
-        say(f"tracker: {run.view}")
+        say(f"tracker: {view}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run_ids, indent=1) + "\n", encoding="utf8")
+    return senders
