@@ -80,9 +80,9 @@ class EarlyStopping:
         self.waited = state["waited"]
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the best value and its step."""
-        return self.result or None
+        return self.result
 
     @property
     def _of_evaluations(self) -> bool:

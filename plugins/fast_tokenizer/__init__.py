@@ -97,7 +97,7 @@ class FastTokenizer:
         return tokens
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the texts of each engine, and why others were not chosen.
 
         Begins with "warning:" if no engine fits.
@@ -123,4 +123,4 @@ class FastTokenizer:
                 )
         elif own:
             lines = [f"the model's own tokenizer encoded {own:,} texts"]
-        return "; ".join([*lines, *filter(None, [reasons])]) or None
+        return "; ".join([*lines, *filter(None, [reasons])])

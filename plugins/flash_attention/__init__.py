@@ -91,9 +91,9 @@ class FlashAttention:
         return batch
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Name the kernel, and why better ones cannot run."""
-        return self.result or None
+        return self.result
 
     def choose(self, config: PretrainedConfig) -> str:
         """Return the kernel for a model; "" leaves attention to transformers."""

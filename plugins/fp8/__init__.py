@@ -52,6 +52,6 @@ class Fp8:
         return model
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the number of converted layers, and why others are not."""
-        return self.result or None
+        return self.result

@@ -52,6 +52,6 @@ class GradientCheckpointing:
         return model
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the number of layers."""
-        return self.result or None
+        return self.result

@@ -93,7 +93,7 @@ class Lora:
         from .continued import settings_of
         from .targets import choose_modules, choose_weights
 
-        settings = settings_of(self)
+        settings, _ = settings_of(self)
         if (model := meta_model(recipe)) is not None:
             targets, _ = choose_modules(settings, model)
             choose_weights(settings, model, targets)
@@ -105,11 +105,11 @@ class Lora:
         from .continued import settings_of
 
         self.sharded = load.empty
-        settings = settings_of(self)
+        settings, trained = settings_of(self)
         if self.train_new_tokens or settings.dora or settings.modules_to_save:
             load.empty = False  # they start from the base's weights
         store_frozen_weights_in(load, self.dtype)
-        self.model = add_adapters(settings, load, (yield))
+        self.model = add_adapters(settings, load, (yield), trained)
         return self.model
 
     @hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from plugsft import ModelLoad, PluginError, RecipeError, say
 from plugsft.kit import num_weights, whole_shape
 
-from .continued import config_to_go_on, load_adapters
+from .continued import TrainedAdapters
 from .experts import ExpertAdapter, describe_frozen, hand_factors
 from .layers import NAME, FastLinear, adapted_layers
 from .new_tokens import describe_frozen_rows, trained_rows
@@ -48,12 +48,14 @@ def store_frozen_weights_in(load: ModelLoad, dtype: str) -> None:
     load.kwargs["dtype"] = getattr(torch, dtype)
 
 
-def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
+def add_adapters(
+    plugin: Lora, load: ModelLoad, model: Any, trained: TrainedAdapters | None
+) -> AdaptedModel:
     """Freeze the model, and add adapters to its layers."""
     folder = Path(load.path)
     # A local path becomes absolute; a hub name is unchanged.
     base = str(folder.resolve()) if folder.is_dir() else load.path
-    make = config_to_go_on if plugin.adapter else new_config
+    make = trained.config_for if trained else new_config
     config = make(plugin, load, base, model)
     config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
     with warnings.catch_warnings():
@@ -65,13 +67,13 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     ensure_readable(adapted)
     hand_factors(adapted)
     initialize(adapted, plugin.init, plugin.seed)
-    if plugin.adapter:
-        load_adapters(adapted, plugin)
+    if trained:
+        trained.load_into(adapted, plugin)
     # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
     adapted._ddp_params_and_buffers_to_ignore = [*adapted.references()]
     adapted.summary = describe(adapted, plugin.r)
-    if plugin.adapter:
-        adapted.summary += f"; continues {plugin.adapter}"
+    if trained:
+        adapted.summary += f"; continues {trained.place}"
     for frozen in filter(None, (describe_frozen(adapted), describe_frozen_rows(plugin, load))):
         adapted.summary += f"; {frozen}"
         say(f"warning: plugin lora: {frozen}")
@@ -259,14 +261,11 @@ def describe(model: Module, rank: int) -> str:
     weights = ", ".join(sorted({*last_parts(experts)}))
     deltas = [it for it in model.modules() if isinstance(it, TrainableTokensLayer)]
     rows = max((len(it.token_indices[NAME]) for it in deltas), default=0)
-    return (
-        (f"{len(targets)} modules with adapters of rank {rank} ({kinds}); " if targets else "")
-        + (
-            f"{len(experts)} expert weights, rank {rank} per expert ({weights}); "
-            if experts
-            else ""
-        )
-        + (f"{', '.join(whole)} trained whole; " if whole else "")
-        + (f"rows of {rows} new tokens trained; " if rows else "")
-        + f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in float32"
-    )
+    parts = {
+        f"{len(targets)} modules with adapters of rank {rank} ({kinds})": targets,
+        f"{len(experts)} expert weights, rank {rank} per expert ({weights})": experts,
+        f"{', '.join(whole)} trained whole": whole,
+        f"rows of {rows} new tokens trained": rows,
+        f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in float32": 1,
+    }
+    return "; ".join(part for part, there in parts.items() if there)

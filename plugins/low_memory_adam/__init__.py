@@ -49,10 +49,10 @@ class LowMemoryAdam:
             )
         if missing := not_installed("bitsandbytes", "quantize"):
             raise RecipeError(f"kind: {missing}")
-        import torch
+        if self.kind == PAGED:
+            from .eight_bit import ensure_gpu
 
-        if self.kind == PAGED and not torch.cuda.is_available():
-            raise RecipeError(f'kind: "{PAGED}" needs an NVIDIA GPU; set kind = "adamw_8bit"')
+            ensure_gpu(PAGED)
 
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:

@@ -111,6 +111,6 @@ class Profiler:
             self.result = summarize(self.recorder, run.facts)
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the seconds of a step, and the share of each part."""
-        return self.result or None
+        return self.result

@@ -71,6 +71,6 @@ class Quantize:
         return model
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report the quantized layers and the size of the base."""
-        return self.result or None
+        return self.result

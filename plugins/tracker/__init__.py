@@ -79,9 +79,9 @@ class Tracker:
             sender.send(step, metrics)
 
     @hookimpl
-    def summary(self) -> str | None:
+    def summary(self) -> str:
         """Report how many entries were sent, and how many were lost."""
-        return self.sent or None
+        return self.sent
 
     def _send_samples(self) -> None:
         """Send the samples that another plugin has added to the output."""

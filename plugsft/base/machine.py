@@ -69,7 +69,7 @@ def look() -> Machine:
         memory=memory_limit(),
         rank=rank,
         world_size=size,
-        strategy=next((name for name, switch in SWITCHES.items() if _is_on(switch)), ""),
+        strategy="".join(name for name, it in SWITCHES.items() if os.environ.get(it) == "true"),
     )
 
 
@@ -136,10 +136,6 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _is_on(switch: str) -> bool:
-    return os.environ.get(switch) == "true"
 
 
 def _cgroup_v1_quota() -> str:

@@ -28,6 +28,8 @@ from .node_beats import Nodes, ended, launcher_store
 from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
+KINDS = {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}
+"""Strategy -> accelerate's name of it."""
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
@@ -69,29 +71,28 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         )
     wait_for_ranks(machine)
     cpu = on_cpu(recipe)
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if (fsdp or deepspeed) and "MASTER_ADDR" not in os.environ:
+    sharded, deepspeed = bool(machine.strategy), machine.strategy == "zero3"
+    if sharded and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
             f"process as a rank; use accelerate launch. {CHECK_LAUNCHER}"
         )
-    if (fsdp or deepspeed) and cpu and torch.cuda.is_available():
+    if sharded and cpu and torch.cuda.is_available():
         raise LaunchError(
             'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
         )
     _ensure_no_accumulation()
-    if fsdp and os.environ.get("FSDP_VERSION") != "2":
+    if machine.strategy == "fsdp2" and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
-        _prepare_cpu(machine, fsdp, deepspeed)
+        _prepare_cpu(machine)
     # Each rank reads its own rows; with this setting, only rank 0 would load weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = mixed_precision(recipe.model, deepspeed)
     # Without cpu=True, ranks on a machine without GPU form no process group.
     try:
         accelerator = Accelerator(
-            cpu=cpu and not (fsdp or deepspeed),
+            cpu=cpu and not sharded,
             mixed_precision=precision,
             # Otherwise DDP copies each gradient.
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
@@ -100,15 +101,12 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError(
             f"accelerate cannot use its settings: {reason_of(error)}. {CHECK_LAUNCHER}"
         ) from error
-    kind = accelerator.distributed_type
-    wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
-    if accelerator.num_processes != machine.world_size or any(
-        on and kind != DistributedType[name] for name, on in wanted.items()
-    ):
+    kind = accelerator.distributed_type.value
+    wanted = KINDS.get(machine.strategy, machine.strategy or kind)
+    if (accelerator.num_processes, kind) != (machine.world_size, wanted):
         raise LaunchError(
-            f"the launcher asked for {machine.world_size} ranks of "
-            f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
-            f"{accelerator.num_processes} of {kind.value}. {CHECK_LAUNCHER}"
+            f"the launcher asked for {machine.world_size} ranks of {wanted}, and what came up is "
+            f"{accelerator.num_processes} of {kind}. {CHECK_LAUNCHER}"
         )
     _ensure_effective(accelerator, recipe)
     if machine.world_size > 1:
@@ -233,18 +231,18 @@ def strategy_name(accelerator: Accelerator) -> str:
     return NAMES.get(accelerator.distributed_type.value, "DDP")
 
 
-def _prepare_cpu(machine: Machine, fsdp: bool, deepspeed: bool) -> None:
+def _prepare_cpu(machine: Machine) -> None:
     local = env_number("LOCAL_WORLD_SIZE", 1, 1)
     if local > 1 or not user_set_threads():
         torch.set_num_threads(max(1, machine.cores // local))
         # Otherwise accelerate sets the threads again.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if deepspeed:
+    if machine.strategy == "zero3":
         # This operator is compiled at every start, and a stale lock of it hangs for ever.
         ops: Any = importlib.import_module("deepspeed.ops")
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if fsdp or deepspeed:
+    if machine.strategy:
         PartialState(backend="gloo")
-    if fsdp:
+    if machine.strategy == "fsdp2":
         # accelerate switches FSDP on for types that are not CPU's; gloo does the rest.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -66,7 +66,7 @@ def test_training_goes_on_as_plain_peft_s_would(base, tmp_path, options):  # noq
     plain = AutoModelForCausalLM.from_pretrained(folder)
     peft = PeftModel.from_pretrained(plain, adapters, is_trainable=True)
     ours, plugin = go_on(folder, adapters)
-    choose_modules(settings_of(plugin), AutoModelForCausalLM.from_pretrained(folder))
+    choose_modules(settings_of(plugin)[0], AutoModelForCausalLM.from_pretrained(folder))
     optimizers = [
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for model in (ours, peft)
