@@ -149,8 +149,8 @@ def test_times_in_summaries_are_no_difference(runs):
         ("file", "file: is a file; name a run's output folder"),
         ("empty", "empty: is no run's output: it has no readable run.json"),
         ("half", "half/run.json: is damaged: Unterminated"),
-        ("list", "list/run.json: was not written by plugsft"),
-        ("shapes", "a run.json was not written by plugsft"),
+        ("list", "list/run.json: is damaged: a JSON object was expected"),
+        ("shapes", "was not written by this plugsft: steps: Input should be"),
         ("again", "is the same run; name another run's output folder"),
     ],
 )

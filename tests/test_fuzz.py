@@ -27,7 +27,7 @@ from plugsft.data.jsonl import RowList, find_lines, why_unreadable
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows
 from plugsft.output import report
-from plugsft.output.folder import describe_results, read_run
+from plugsft.output.folder import describe_results, find_run
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry.load import load
@@ -381,7 +381,7 @@ def test_a_crafted_record_breaks_no_command(run, tmp_path, capsys):
             said = capsys.readouterr().err
             assert code in (0, 2) and "Traceback" not in said, (words[0], name, text[:300], said)
         report.write(folder)
-        assert isinstance(read_run(folder), dict) and isinstance(describe_results(folder), str)
+        assert find_run(folder).folder == folder and isinstance(describe_results(folder), str)
         shutil.rmtree(folder)
 
 

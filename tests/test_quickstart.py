@@ -7,8 +7,6 @@ import subprocess
 import pytest
 from conftest import FULL, ROOT, read_metrics, run_plugsft
 
-from plugsft.output import report
-
 GOLDEN = ROOT / "tests/golden/quickstart.json"
 RUN = ROOT / "runs/quickstart"
 LESSONS = ROOT / "recipes/data/quickstart.jsonl"
@@ -71,11 +69,11 @@ def learns_to_be_brief(run):
     done = run_plugsft("recipes/quickstart_dpo.toml", f"output={run}")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1/72  .*  accuracy 0\.000  margin -?0\.000", done.stdout)
-    lines = report.read_metrics(run / "metrics.jsonl")
+    lines = read_metrics(run)
     evaluated = [line for line in lines if "eval_loss" in line]
     assert evaluated[-1]["eval_accuracy"] > 0.9
     page = (run / "report.html").read_text(encoding="utf8")
-    assert ", accuracy " in page and '"eval_reward_chosen"' in page
+    assert "; evaluation accuracy " in page and '"eval_reward_chosen"' in page
     # No pair asks these questions, of which the quickstart's lessons have two sentences.
     pairs = [json.loads(line) for line in PREFERENCES.read_text(encoding="utf8").splitlines()]
     asked = {pair["prompt"][-1]["content"] for pair in pairs[:192]}

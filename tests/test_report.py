@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from plugsft.output import report
+from plugsft.output.run_record import RunRecord
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}
@@ -24,8 +25,7 @@ DATA = {
 }
 PLUGIN = {
     "name": "length_group",
-    "origin": "bundled",
-    "version": "1.2",
+    "origin": "site 1.2",
     "options": {"x": 4096, "scope": "window"},
     "summary": "12 % less padding",
 }
@@ -48,6 +48,13 @@ RUN: dict[str, Any] = {
     "final": {"loss": 0.02, "eval_loss": 2.1},
     "warnings": ["The learning rate is high."],
 }
+
+
+def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
+    facts = {"status": "unknown", **{key: value for key, value in run.items() if value is not None}}
+    record = RunRecord(**facts, facts=run)
+    vars(record)["metrics"] = metrics
+    return report.render(record)
 
 
 class Page(HTMLParser):
@@ -86,21 +93,19 @@ def training(steps: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_page_tells_the_run() -> None:
-    page = Page(report.render(RUN, [*training(240), {"step": 240, "eval_loss": 2.1}]))
-    said = "Final loss 0.02; evaluation loss 2.1; 240 of 240 steps in 1.55 min, at 3,500 tokens per"
-    assert said in page.text
+    page = Page(render(RUN, [*training(240), {"step": 240, "eval_loss": 2.1}]))
+    results = "240 of 240 steps; loss of the last step 0.0200; evaluation loss 2.1000"
+    assert f"{results}; speed 3,500 tokens/s; time 0:01:33" in page.text
     assert "completed 2026-11-21 05:10:00+00:00 quickstart" in page.text
     assert "no trained token: 1,300 (rows 4, 1009, 12, …)" in page.text
     assert "truncated 0 lengths min 12, median 44, max 61 mask" in page.text
-    assert 'length_group 12 % less padding bundled 1.2 x = 4096, scope = "window"' in page.text
+    assert 'length_group 12 % less padding site 1.2 x = 4096, scope = "window"' in page.text
     assert "flash_attn 2.8.3" in page.text
     assert "memory, GiB 23.5 gpus none" in page.text
     assert "The learning rate is high." in page.text
-    assert page.numbers["parts"]["data"]["counts"] == [3, 100, 194]
+    assert page.numbers["parts"]["data"]["lengths"]["counts"] == [3, 100, 194]
     assert page.numbers["parts"]["steps"]["per_epoch"] == 30
     assert page.tags.count("h1") == 1
-    page = Page(report.render({**RUN, "status": "stopped"}, training(3)))
-    assert "Loss 2 at step 3; 240 of 240" in page.text
 
 
 def test_long_run_keeps_extremes_in_a_small_page() -> None:
@@ -110,7 +115,7 @@ def test_long_run_keeps_extremes_in_a_small_page() -> None:
         for n in range(1, 200_001)
     ]
     metrics[77_777]["loss"], metrics[123_456]["loss"], metrics[150_001]["loss"] = 99.5, -42, None
-    page = report.render(RUN, metrics)
+    page = render(RUN, metrics)
     curve = Page(page).numbers["curves"]["loss"]
     points = dict(zip(curve["x"], curve["y"], strict=True))
     assert points[77_778] == 99.5
@@ -132,7 +137,7 @@ def test_page_stays_small_whatever_it_holds() -> None:
         "versions": {f"package_{n}": "1.0" for n in range(5_000)},
         "data": {"bad_rows": {f"{n} " + "r" * 10_000: {"count": n} for n in range(500)}},
     }
-    page = report.render(run, metrics)
+    page = render(run, metrics)
     assert len(page) < 400_000
     assert "and 470 more" in page
     assert len(Page(page).numbers["whole"]) == 101
@@ -145,9 +150,8 @@ def test_everything_from_the_run_is_escaped() -> None:
     data = {"bad_rows": {EVIL: {"count": 1, "rows": [EVIL]}}, "mask": EVIL, EVIL: EVIL}
     run: dict[str, Any] = dict.fromkeys(("name", "status", "reason", "started", "output"), EVIL)
     run |= {"plugins": [plugin], "data": data, "warnings": [EVIL], EVIL: {EVIL: {EVIL: [EVIL]}}}
-    run |= {"steps": {"done": EVIL, "total": EVIL}, "throughput": {"tokens_per_second": EVIL}}
-    plain = Page(report.render({**RUN, "reason": "x"}, training(3)))
-    page = Page(report.render(run, [{"step": 1, "loss": 1, EVIL: 2}]))
+    plain = Page(render({**RUN, "reason": "x"}, training(3)))
+    page = Page(render(run, [{"step": 1, "loss": 1, EVIL: 2}]))
     assert set(page.tags) <= set(plain.tags)
     assert page.tags.count("script") == plain.tags.count("script")
     assert not {name for name, _ in page.attributes} - {name for name, _ in plain.attributes}
@@ -162,7 +166,7 @@ def test_any_section_may_be_missing(gone: str, left: dict[str, None]) -> None:
     if left:
         run |= dict.fromkeys([gone] if gone in RUN else RUN)
     for metrics in ([], training(2)):
-        page = Page(report.render(run, metrics))
+        page = Page(render(run, metrics))
         assert "Curves" in page.text
         assert ("quickstart" in page.text) == (gone != "everything")
 
@@ -171,20 +175,17 @@ def test_missing_values_leave_gaps() -> None:
     metrics = [*training(2), {"step": 3, "loss": None}, {"step": 4, "loss": math.nan}]
     metrics += [{"step": 5, "loss": math.inf, "memory_gib": None}, {"step": 6, "loss": 10**400}]
     run = {**RUN, "status": "failed", "reason": "CUDA error", "final": {"loss": None}}
-    run["data"] = {**DATA, "tokens": math.nan}
-    page = Page(report.render(run, metrics))
+    page = Page(render(run, metrics))
     expected = {"x": [1, 2, 3, 4, 5, 6], "y": [6, 3, None, None, None, None]}
     assert page.numbers["curves"] == {"loss": expected}
-    assert "Loss 3 at step 2; 240 of 240 steps" in page.text
+    assert "240 of 240 steps; speed 3,500 tokens/s" in page.text
     assert "reason CUDA error" in page.text
-    page = Page(report.render({"status": "failed"}, [{"step": 1, "loss": None}]))
-    assert "No finite loss was recorded." in page.text
 
 
 def test_every_further_number_is_a_curve() -> None:
     metrics = [*training(3, rewards_margin=0.5, epoch=1, note="text", ready=True)]
     metrics += [{"step": 3, "eval_loss": 2, "eval_rewards_margin": 1, "eval_tokens": 900}]
-    curves = Page(report.render(RUN, metrics)).numbers["curves"]
+    curves = Page(render(RUN, metrics)).numbers["curves"]
     assert curves.keys() == {"loss", "eval_loss", "rewards_margin", "eval_rewards_margin"}
     assert curves["rewards_margin"] == {"x": [1, 2, 3], "y": [0.5, 0.5, 0.5]}
 
@@ -193,8 +194,8 @@ def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
     pairs = {"accuracy": 0.75, "margin": 2.5, "reward_chosen": 1, "reward_rejected": -1.5}
     evaluated = {f"eval_{key}": value for key, value in pairs.items()} | {"eval_accuracy": 0.9375}
     metrics = [*training(3, **pairs), {"step": 3, "eval_loss": 2, **evaluated}]
-    page = report.render(RUN, metrics)
-    assert "Final loss 0.02; evaluation loss 2, accuracy 0.9375; 240 of" in Page(page).text
+    page = render(RUN, metrics)
+    assert "time 0:01:33; evaluation accuracy 0.9375" in Page(page).text
     assert {*pairs, *evaluated} < Page(page).numbers["curves"].keys()
     log_probs = ("logp_chosen", "logp_rejected")
     titled = re.findall(r"(\w+):", page.split("const TITLES = {")[1].split("};")[0])
@@ -208,7 +209,7 @@ def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
 
 def test_steps_done_again_replace_the_lost_ones() -> None:
     metrics = [*training(5), {"step": 5, "eval_loss": 9}, {"step": 3, "loss": 70}]
-    curves = Page(report.render(RUN, metrics)).numbers["curves"]
+    curves = Page(render(RUN, metrics)).numbers["curves"]
     assert curves["loss"] == {"x": [1, 2, 3], "y": [6, 3, 70]}
     assert curves["eval_loss"] == {"x": [5], "y": [9]}
 
@@ -218,14 +219,14 @@ def test_smoothing_neither_lags_nor_fills_gaps() -> None:
         {"step": n, "loss": n + (-1) ** n * 20.0, "learning_rate": 1} for n in range(1, 1001)
     ]
     metrics[499]["loss"] = None
-    numbers = Page(report.render(RUN, metrics)).numbers
+    numbers = Page(render(RUN, metrics)).numbers
     assert numbers["smooth"].keys() == {"loss"}
     smooth = dict(zip(*numbers["smooth"]["loss"].values(), strict=True))
     assert smooth[500] is None
     inner = [(step, value) for step, value in smooth.items() if value and 50 < step < 950]
     assert len(inner) > 100
     assert all(abs(value - step) < 2 for step, value in inner)
-    assert not Page(report.render(RUN, metrics[:59])).numbers["smooth"]
+    assert not Page(render(RUN, metrics[:59])).numbers["smooth"]
 
 
 def test_write_skips_torn_lines(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_failed_write_leaves_the_old_page(
 
 
 def test_page_asks_nothing_of_a_network() -> None:
-    page = report.render(RUN, training(240))
+    page = render(RUN, training(240))
     assert not re.search(r"https?:|//\w|@import|url\(|\bfetch\b|XMLHttp|import\(", page)
     attributes = Page(page).attributes
     assert {value for name, value in attributes if name in ("src", "href")} == {"data:,"}

@@ -20,7 +20,7 @@ from plugsft.data.readers import objects
 from plugsft.lab.trials import run_process
 from plugsft.output.folder import lock_output
 from plugsft.output.record import keep_lines
-from plugsft.output.report import read_metrics
+from plugsft.output.run_record import read_metrics
 from plugsft.plugins.push.uploads import Uploads
 from plugsft.registry.load import load
 

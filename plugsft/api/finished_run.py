@@ -30,9 +30,9 @@ class FinishedRun:
     @property
     def record(self) -> dict[str, Any]:
         """The content of run.json, as it is now."""
-        from ..commands.runs.compare import read_run
+        from ..output.folder import read_run
 
-        return read_run(self.folder.name, self.folder).facts
+        return read_run(self.folder).facts
 
     @property
     def status(self) -> str:
@@ -135,11 +135,9 @@ class FinishedRun:
     def _table(self, name: str) -> "DataFrame":
         import pandas
 
-        from ..output.report import read_metrics
+        from ..output.folder import read_run
 
-        self.record  # noqa: B018  # raises if the folder holds no run
-        lines = read_metrics(self.folder / "metrics.jsonl")
-        rows = [line for line in lines if name in line]
+        rows = [line for line in read_run(self.folder).metrics if name in line]
         return pandas.DataFrame(rows, columns=None if rows else ["step", name])
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..base.console import out, say
 from ..hooks import CORE
-from ..output.report import read_record
+from ..output.folder import find_run
 from ..recipe.parse import resolved
 from ..registry.active import options_of
 from ..registry.contracts import SPECS
@@ -61,7 +61,9 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
         kind = "stage " if is_stage else "notice"
         out.print(Text.assemble((f"{hook:<{width}}", "bold"), f"  {kind}  {text}{wrapped}"))
-    summaries = _last_summaries(recipe.folder)
+    last = {
+        plugin.name: f"{plugin.summary} (last run)" for plugin in find_run(recipe.folder).plugins
+    }
     for name, plugin in active.plugins.items():
         options = options_of(plugin)
         shown = ", ".join(
@@ -70,13 +72,4 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         say("")
         out.print(Text.assemble((name, "bold"), f"  {active.found[name].origin}"))
         say(f"  options  {shown or 'none'}")
-        say(f"  summary  {summaries.get(name, 'not run yet')}")
-
-
-def _last_summaries(folder: Path) -> dict[str, str]:
-    """Return the plugins' summaries in the last run of this output folder."""
-    try:
-        run = read_record(folder)
-        return {plugin["name"]: f"{plugin['summary']} (last run)" for plugin in run["plugins"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+        say(f"  summary  {last.get(name, 'not run yet')}")

@@ -19,9 +19,8 @@ from ..base.limits import parse_json, parse_toml, read_json_object, read_text
 from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
-from .report import read_metrics, read_record
+from .run_record import SAMPLES, RunRecord, read_metrics
 from .same_run import LOCK, open_lock
-from .samples import SAMPLES
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
@@ -242,7 +241,7 @@ def is_result(path: Path) -> bool:
         return True
     begin = read_beginning(path)
     if path.name == "run.json":
-        return "format" in read_run(path.parent)
+        return bool(find_run(path.parent).format)
     if path.name in ("metrics.jsonl", SAMPLES):
         return not begin or re.search(r'^\{"step": ', begin, re.M) is not None
     if path.name == "report.html":
@@ -253,7 +252,7 @@ def is_result(path: Path) -> bool:
         canonical = tomli_w.dumps(parse_toml(text)) == text
     except (OSError, ValueError):
         return False
-    own = "format" in read_run(path.parent) or list_checkpoints(path.parent / "checkpoints")
+    own = find_run(path.parent).format or list_checkpoints(path.parent / "checkpoints")
     return canonical and bool(own)
 
 
@@ -309,11 +308,11 @@ def results_of(folder: Path) -> tuple[str, str]:
 
 def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
     """Tell whether a recipe's run has finished, with this checkpoint."""
-    folder, run = recipe.folder, read_run(recipe.folder)
-    options = {plugin["name"]: plugin["options"] for plugin in run.get("plugins", [])}
-    if run.get("status") != "completed" or not is_published(folder / "model"):
+    folder, run = recipe.folder, find_run(recipe.folder)
+    options = {plugin.name: plugin.options for plugin in run.plugins}
+    if run.status != "completed" or not is_published(folder / "model"):
         return False
-    if parse_step(checkpoint) != run["steps"]["total"]:
+    if parse_step(checkpoint) != run.steps.total:
         return False
     if differing := sorted(
         name
@@ -328,9 +327,45 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
     return True
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return a run's run.json; an empty dict if it has none."""
+def read_run(folder: Path) -> RunRecord:
+    """Return a run's record; that of a run which has not ended is as of its last step."""
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else f"no such folder{suggest_name(folder)}"
+        raise RecipeError(f"{folder}: {why}; name a run's output folder")
     try:
-        return read_record(folder)
-    except (OSError, ValueError):
-        return {}
+        run = RunRecord.read(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"{folder}: is no run's output: it has no readable run.json; name a run's output folder"
+        ) from error
+    except ValueError as error:
+        raise RecipeError(
+            f"{folder / 'run.json'}: is damaged: {error}; copy it again, or run its recipe again"
+        ) from error
+    if run.status != "running":
+        return run
+    steps = (line["step"] for line in run.metrics if "loss" in line)
+    return as_of(run, max(steps, default=0), "running" if is_locked(folder) else "killed")
+
+
+def as_of(run: RunRecord, step: int, status: str) -> RunRecord:
+    """Return what was known of a run after a step."""
+    known: dict[str, Any] = {"status": status, "seconds": None, "throughput": {}, "memory": {}}
+    known["facts"] = run.facts | {"status": status}
+    known["steps"] = run.steps.model_copy(update={"done": step})
+    series = {name: dict(run.series.get(name, [])) for name in ("loss", "eval_loss")}
+    known["final"] = {name: points.get(step) for name, points in series.items()}
+    return run.model_copy(update=known)
+
+
+def find_run(folder: Path) -> RunRecord:
+    """Return a run's record; an empty one if it cannot be read."""
+    with suppress(RecipeError):
+        return read_run(folder)
+    return RunRecord(folder=folder, status="unknown")
+
+
+def how_to_continue(folder: Path) -> str:
+    """Return the command that continues a run which was killed."""
+    option = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
+    return f"plugsft {shlex.quote(str(folder / 'recipe.toml'))} {option}"

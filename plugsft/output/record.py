@@ -22,8 +22,7 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active, options_of
 from ..tokens.store import Tokens
 from . import report
-from .report import read_metrics
-from .samples import SAMPLES
+from .run_record import SAMPLES, read_metrics
 
 AVERAGED = (
     *("step_seconds", "data_wait_seconds", "tokens", "trained_tokens"),
@@ -97,12 +96,13 @@ class Record:
         with writing(self.folder / "metrics.jsonl"):
             self._metrics.write(json.dumps({"step": step, **line}) + "\n")
             self._metrics.flush()
+        final = self.run.setdefault("final", {})
         if "eval_loss" in metrics:
-            self.run.setdefault("final", {})["eval_loss"] = line["eval_loss"]
+            final["eval_loss"] = line["eval_loss"]
             say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_show(metrics, 'eval_')}")
             return
         self.run["steps"]["done"] = step
-        self.run.setdefault("final", {})["loss"] = line["loss"]
+        final["loss"] = line["loss"]
         self._rows.append([metrics[name] for name in AVERAGED])
         total = self.run["steps"]["total"]
         if step % self._recipe.train.log_every == 0 or step in (1, total):
@@ -122,7 +122,7 @@ class Record:
         self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._rows:
-            self.run["throughput"], self.run["batches"] = _means(self._rows)
+            self.run |= _means(self._rows)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         self.write()
 
@@ -196,7 +196,7 @@ def clear(folder: Path) -> None:
             discard(path)
 
 
-def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:
+def _means(measured: list[list[float]]) -> dict[str, dict[str, float]]:
     """Return throughput and batch statistics over all steps."""
     seconds, waited, tokens, trained, padding, examples, imbalance = np.array(measured).T
     throughput = {
@@ -210,11 +210,10 @@ def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, flo
         "data_wait_share": waited.sum() / seconds.sum(),
         "imbalance": imbalance.mean(),
     }
-    rounded = [
-        {name: round(float(value), 4) for name, value in means.items()}
-        for means in (throughput, batches)
-    ]
-    return rounded[0], rounded[1]
+    return {
+        table: {name: round(float(value), 4) for name, value in means.items()}
+        for table, means in (("throughput", throughput), ("batches", batches))
+    }
 
 
 def _show(metrics: dict[str, Any], prefix: str = "") -> str:

@@ -13,12 +13,11 @@ from ..base.step_folders import list_checkpoints
 from ..output.folder import (
     describe_results,
     ensure_ours,
+    find_run,
     is_finished,
     lock_output,
-    read_run,
     results_of,
 )
-from ..output.report import read_metrics
 from ..output.same_run import STATE, ensure_same_run
 from ..ranks.watch_launcher import watch_launcher
 from ..recipe.parse import resolved
@@ -127,10 +126,10 @@ def has_checkpoint(recipe: Recipe) -> bool:
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints"):
         return True
-    done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
-    total = (read_run(folder).get("steps") or {}).get("total") or 0
+    run = find_run(folder)
+    done = max((line["step"] for line in run.metrics), default=0)
     # A save waits for the one before: after the second one, the first is published.
-    if done > 2 * recipe.checkpoint.interval(total) > 0:
+    if done > 2 * recipe.checkpoint.interval(run.steps.total) > 0:
         raise CheckpointError(
             f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
             "missing; restore them, or start again with --overwrite in place of --resume auto"
@@ -143,7 +142,7 @@ def has_checkpoint(recipe: Recipe) -> bool:
 def finished_without_checkpoints(recipe: Recipe) -> bool:
     """Tell whether the run has finished and its checkpoints are gone."""
     folder = recipe.folder
-    if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "completed":
+    if list_checkpoints(folder / "checkpoints") or find_run(folder).status != "completed":
         return False
     results = describe_results(folder)
     with suppress(OSError, ValueError):

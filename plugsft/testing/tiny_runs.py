@@ -20,7 +20,7 @@ from ..base.types import Slice, WeightSlice
 from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
-from ..output.report import read_metrics
+from ..output.run_record import read_metrics
 from ..registry.active import check
 from ..registry.discover import find
 from ..registry.load import resolve

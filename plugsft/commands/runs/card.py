@@ -4,7 +4,6 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from ...base.console import hide_queries
 from ...base.errors import PlugsftError
 from ...base.limits import parse_toml, read_text
 from ...base.step_folders import parse_step
-from ...output.folder import ADAPTER, base_model
-from ...output.report import number, read_metrics, read_record, table_of
+from ...output.folder import ADAPTER, as_of, base_model, read_run
+from ...output.run_record import RunRecord
 from ...recipe.capabilities import Capability
 from ..hub_names import is_hub_name
 from .model_folder import is_reward_model
+from .results import describe
 
 CARD = "README.md"
 """The file of a model card."""
@@ -52,12 +52,12 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
     if folder is None:
         return None
     try:
-        run = read_record(folder)
+        run = read_run(folder)
         if output.parent.name == "checkpoints" or (output / "state.json").is_file():
-            run |= as_of(folder, parse_step(output))
-        body = "\n\n".join(filter(None, sections(run, folder, model, place)))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # another version's record, or a damaged one
+            run = as_of(run, parse_step(output) or 0, "checkpoint")
+        body = "\n\n".join(filter(None, sections(run, model, place)))
+    except (OSError, ValueError, PlugsftError):
+        return None  # another version's record, or a damaged file
     text = hide_queries(
         SECRET.sub("***", f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n")
     )
@@ -95,22 +95,12 @@ def card_for(model: Path, output: Path, place: str) -> str | None:
     return None if own else model_card(output, model, place)
 
 
-def as_of(folder: Path, step: int | None) -> dict[str, Any]:
-    """Return the entries of run.json for the card of a checkpoint."""
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"] == step]
-    names = ("loss", "eval_loss")
-    final = {name: line[name] for line in lines for name in names if name in line}
-    steps = read_record(folder).get("steps") or {}
-    ends = dict.fromkeys(("seconds", "throughput", "memory"))
-    return ends | {"status": "checkpoint", "final": final, "steps": steps | {"done": step}}
-
-
-def metadata(run: dict[str, Any], model: Path) -> ModelCardData:
+def metadata(run: RunRecord, model: Path) -> ModelCardData:
     """Return the front matter: only what the run or its base says."""
     adapters, base = (model / ADAPTER).is_file(), base_of(run, model)
     tags = [Capability.bundled(name).plugin for name in TAGGED]
-    active = [str(entry.get("name")) for entry in run.get("plugins", [])]
-    sources = [str(source["name"]) for source in table_of(run, "data").get("sources", [])]
+    active = [plugin.name for plugin in run.plugins]
+    sources = [source.name for source in run.data.sources] if run.data else []
     on_hub = base if is_hub_name(base) else None
     relation = ("adapter" if adapters else "finetune") if on_hub else None
     return ModelCardData(
@@ -124,13 +114,12 @@ def metadata(run: dict[str, Any], model: Path) -> ModelCardData:
     )
 
 
-def base_of(run: dict[str, Any], model: Path) -> str:
+def base_of(run: RunRecord, model: Path) -> str:
     """Return the base model's name or folder; "" for a new model."""
     if (model / ADAPTER).is_file():
         with suppress(PlugsftError):
             return base_model(model)[0]
-    source = str(table_of(run, "model").get("source") or "")
-    return "" if source == "scratch" else source
+    return "" if run.model.source == "scratch" else run.model.source
 
 
 def license_of(base: str) -> str | None:
@@ -146,31 +135,34 @@ def license_of(base: str) -> str | None:
     return None
 
 
-def sections(run: dict[str, Any], folder: Path, model: Path, place: str) -> Iterator[str]:
+def sections(run: RunRecord, model: Path, place: str) -> Iterator[str]:
     """Yield the parts of the text."""
     base = base_of(run, model)
     name = f"[{base}](https://huggingface.co/{base})" if is_hub_name(base) else f"`{short(base)}`"
-    version = table_of(run, "versions").get("plugsft", "")
+    version = run.versions.get("plugsft", "")
     adapters = (model / ADAPTER).is_file()
     kind = "Adapters, trained on" if adapters else "A model, fine-tuned from"
     origin = f"{kind} {name}" if base else "A model, trained from random weights"
     yield f"# {Path(place).name}\n\n{origin} with plugsft {version}. The run wrote this card."
     yield f"## Use\n\n```python\n{usage(model, place, adapters)}\n```"
-    yield "## Data\n\n" + "\n".join(data_lines(table_of(run, "data")))
+    if run.data:
+        rows = [
+            f"| `{short(source.name)}` | {source.examples:,} | {source.weight} |"
+            for source in run.data.sources
+        ]
+        yield "\n".join(["## Data\n\n| source | examples | weight |\n|---|---|---|", *rows])
+        yield f"{run.data.rows:,} rows: {describe(run.data)}."
     yield "## Training\n\n" + table(dict(training(run)))
-    plugins = [
-        f"- `{entry['name']}`: {short(entry.get('summary') or 'active')}"
-        for entry in run.get("plugins", [])
-    ]
+    plugins = [f"- `{one.name}`: {short(one.summary or 'active')}" for one in run.plugins]
     yield "## Plugins\n\n" + "\n".join(plugins) if plugins else ""
     with suppress(OSError, ValueError):
-        recipe = tomli_w.dumps(without_paths(parse_toml(read_text(folder / "recipe.toml"))))
+        recipe = tomli_w.dumps(without_paths(parse_toml(read_text(run.folder / "recipe.toml"))))
         fence = max(["``", *re.findall("`+", recipe)], key=len) + "`"
         yield (
             "## Recipe\n\n<details><summary>The whole recipe; folders are left out</summary>\n\n"
             f"{fence}toml\n{recipe}{fence}\n\n</details>"
         )
-    yield "## Versions\n\n" + table(table_of(run, "versions"))
+    yield "## Versions\n\n" + table(run.versions)
 
 
 def usage(model: Path, place: str, adapters: bool) -> str:
@@ -186,43 +178,19 @@ def usage(model: Path, place: str, adapters: bool) -> str:
     )
 
 
-def data_lines(data: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of sources, and the counts."""
-    yield "| source | examples | weight |\n|---|---|---|"
-    for source in data.get("sources", []):
-        name, examples = short(source["name"]), count(source.get("examples"))
-        yield f"| `{name}` | {examples} | {source['weight']} |"
-    bad = sum(entry["count"] for entry in table_of(data, "bad_rows").values())
-    cut = table_of(data, "truncated").get("count")
-    yield (
-        f"\n{count(data.get('rows'))} rows, {count(data.get('examples'))} examples, "
-        f"{count(data.get('tokens'))} tokens, of them {count(data.get('trained_tokens'))} trained; "
-        f"{count(bad)} bad rows, {count(cut)} truncated."
-    )
-
-
-def training(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the figures of the run that were measured."""
-    steps, final, machine = (table_of(run, name) for name in ("steps", "final", "machine"))
-    if run["status"] != "completed":
-        yield "status", run["status"]
-    epochs = steps["done"] / steps["per_epoch"]
-    yield "steps", f"{count(steps['done'])} of {count(steps['total'])}, {epochs:.2f} epochs"
-    for name, label in (("loss", "loss of the last step"), ("eval_loss", "evaluation loss")):
-        if (loss := number(final.get(name))) is not None:
-            yield label, f"{loss:.4f}"
-    model = table_of(run, "model")
-    trained = count(model.get("trained_parameters"))
-    yield "parameters", f"{count(model.get('parameters'))}, of them {trained} trained"
-    yield "precision", short(run.get("precision") or "-")
-    if (seconds := number(run.get("seconds"))) is not None:
-        yield "time", str(timedelta(seconds=round(seconds)))
-    if (speed := number(table_of(run, "throughput").get("tokens_per_second"))) is not None:
-        yield "tokens per second", f"{speed:,.0f}"
-    if (peak := number(table_of(run, "memory").get("peak_gib"))) is not None:
-        yield "peak memory of a process", f"{peak:.1f} GiB"
-    device = ", ".join(dict.fromkeys(map(str, machine.get("gpus") or [machine.get("device")])))
-    yield "hardware", f"{machine.get('ranks')} x {device}, {machine.get('cores')} CPU cores"
+def training(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the figures of the run."""
+    steps, machine, model = run.steps, run.machine, run.model
+    if run.status != "completed":
+        yield "status", run.status
+    epochs = steps.done / max(1, steps.per_epoch)
+    yield "steps", f"{steps.done:,} of {steps.total:,}, {epochs:.2f} epochs"
+    for _, name, text in run.figures:
+        yield name, text
+    yield "parameters", f"{model.parameters:,}, of them {model.trained_parameters:,} trained"
+    yield "precision", short(run.precision or "-")
+    device = ", ".join(dict.fromkeys(machine.gpus or [machine.device]))
+    yield "hardware", f"{machine.ranks} x {device}, {machine.cores} CPU cores"
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -242,8 +210,3 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [without_paths(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
-
-
-def count(value: Any) -> str:
-    """Return a count with commas, or a dash."""
-    return "-" if (known := number(value)) is None else f"{known:,.0f}"

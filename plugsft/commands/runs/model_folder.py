@@ -1,13 +1,19 @@
 """Find the model in a run's output folder, or its newest checkpoint; explain a missing one."""
 
-import shlex
 from pathlib import Path
 
 from ...base.atomic import damage
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.limits import read_json_object
-from ...output.folder import ADAPTER, is_locked, is_model, newest_checkpoint, suggest_name
-from ...output.report import read_metrics, read_record
+from ...output.folder import (
+    ADAPTER,
+    find_run,
+    how_to_continue,
+    is_model,
+    newest_checkpoint,
+    suggest_name,
+)
+from ...output.run_record import RunRecord
 
 
 def model_folder(output: Path) -> Path:
@@ -22,28 +28,22 @@ def model_folder(output: Path) -> Path:
         )
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; name the output folder of a run")
-    try:
-        total = read_record(output)["steps"]["total"]
-    except (OSError, ValueError, LookupError, TypeError):
+    run = find_run(output)
+    if not run.steps.total:
         raise PlugsftError(
             f"{output}: holds no model; name the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
-        ) from None
-    raise PlugsftError(f"{output}: has no model yet: {_state(output, total)}")
+        )
+    raise PlugsftError(f"{output}: has no model yet: {_state(output, run)}")
 
 
-def _state(output: Path, total: int) -> str:
+def _state(output: Path, run: RunRecord) -> str:
     """Describe an unfinished run, and what to do."""
-    steps = (line.get("step") for line in read_metrics(output / "metrics.jsonl"))
-    done = max((step for step in steps if isinstance(step, int)), default=0)
-    newest = newest_checkpoint(output / "checkpoints")
-    if is_locked(output):
-        text = f"its run is at step {done} of {total}; wait for its end"
-    else:
-        option = "--resume" if newest else "--overwrite"
-        recipe = shlex.quote(str(output / "recipe.toml"))
-        text = f"its run ended at step {done} of {total}; continue with: plugsft {recipe} {option}"
-    if newest:
+    steps = f"step {run.steps.done} of {run.steps.total}"
+    text = f"its run ended at {steps}; continue with: {how_to_continue(output)}"
+    if run.status == "running":
+        text = f"its run is at {steps}; wait for its end"
+    if newest := newest_checkpoint(output / "checkpoints"):
         text += f"; plugsft export {output} --to FOLDER makes a model of {newest.name}"
     return text
 

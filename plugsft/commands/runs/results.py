@@ -2,75 +2,46 @@
 
 import shlex
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
 from ...base.console import out
-from ...base.errors import RecipeError
-from ...output.folder import is_locked, newest_checkpoint
-from ...output.report import read_metrics, read_record
+from ...output.folder import how_to_continue, read_run
+from ...output.run_record import Data, RunRecord
 
 
 def show_run(folder: Path) -> None:
     """Print the results of a run."""
     for name, text in summarize(folder):
-        out.print(Text.assemble((f"{name:<9}", "bold"), str(text)))
+        out.print(Text.assemble((f"{name:<9}", "bold"), text))
 
 
 def summarize(folder: Path) -> list[tuple[str, str]]:
     """Return the results of a run: names and texts."""
-    try:
-        return [*_summary(read_record(folder), folder)]
-    except OSError as error:
-        raise RecipeError(f"{folder}: is no run's output: it has no readable run.json") from error
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise RecipeError(f"{folder / 'run.json'}: was not written by plugsft") from error
+    return [(name, text) for name, text in _summary(read_run(folder)) if text]
 
 
-def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
-    steps, final, speed = (run.get(part) or {} for part in ("steps", "final", "throughput"))
-    status, reason = run["status"], run.get("reason")
-    if status == "running":
-        # The record is written at the start and the end; between them, the metrics are newer.
-        lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
-        steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
-        if not is_locked(folder):
-            option = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
-            recipe = shlex.quote(str(folder / "recipe.toml"))
-            status, reason = "killed", f"continue with plugsft {recipe} {option}"
-    yield "status", status + (f": {reason}" if reason else "")
-    yield "started", run["started"]
-    if steps:
-        yield "steps", f"{steps['done']:,} of {steps['total']:,}, {steps['per_epoch']:,} an epoch"
-    if (loss := final.get("loss")) is not None:
-        yield "loss", f"{loss:.4f}"
-    if (loss := final.get("eval_loss")) is not None:
-        yield "eval", f"{loss:.4f}"
-    if "seconds" in run:
-        yield "time", str(timedelta(seconds=round(run["seconds"])))
-    if speed:
-        yield "speed", f"{speed['tokens_per_second']:,.0f} tokens/s"
-    if "memory" in run:
-        yield "memory", f"{run['memory']['peak_gib']:.1f} GiB peak"
-    machine = run["machine"]
-    yield (
-        "machine",
-        ", ".join(str(machine[key]) for key in ("host", "device", "launcher") if key in machine),
-    )
-    if model := run.get("model"):
-        count = f"{model['parameters']:,} parameters, {model['dtype']}"
-        yield "model", f"{model['type']} ({model['source']}), {count}"
-    for name in ("data", "eval"):
-        if facts := run.get(name):
-            yield name, _data(facts)
-            if mask := facts.get("mask"):
-                yield "mask", mask
-    for plugin in run.get("plugins", ()):
-        yield "plugin", f"{plugin['name']}: {plugin['summary']}"
-    for warning in run.get("warnings", ()):
+def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
+    folder, steps, machine, model = run.folder, run.steps, run.machine, run.model
+    reason = f"continue with {how_to_continue(folder)}" if run.status == "killed" else run.reason
+    yield "status", run.status + (f": {reason}" if reason else "")
+    yield "started", run.started
+    if steps.total:
+        yield "steps", f"{steps.done:,} of {steps.total:,}, {steps.per_epoch:,} an epoch"
+    for name, _, text in run.figures:
+        yield name, text
+    yield "machine", ", ".join(filter(None, (machine.host, machine.device, machine.launcher)))
+    if model.type:
+        count = f"{model.parameters:,} parameters, {model.dtype}"
+        yield "model", f"{model.type} ({model.source}), {count}"
+    for name, data in (("data", run.data), ("eval", run.eval)):
+        if data:
+            yield name, f"{', '.join(source.name for source in data.sources)}: {describe(data)}"
+            yield "mask", data.mask or ""
+    for plugin in run.plugins:
+        yield "plugin", f"{plugin.name}: {plugin.summary}"
+    for warning in run.warnings:
         yield "warning", warning
     if (folder / "report.html").is_file():
         yield "report", str(folder / "report.html")
@@ -78,11 +49,11 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         yield "talk", f"plugsft chat {shlex.quote(str(folder))}"
 
 
-def _data(facts: dict[str, Any]) -> str:
-    names = ", ".join(source["name"] for source in facts["sources"])
-    share = facts["trained_tokens"] / facts["tokens"]
-    bad = sum(entry["count"] for entry in facts["bad_rows"].values())
+def describe(data: Data) -> str:
+    """Return the counts of a data set in words."""
+    share = data.trained_tokens / max(1, data.tokens)
+    bad = sum(rows.count for rows in data.bad_rows.values())
     return (
-        f"{names}: {facts['examples']:,} examples, {facts['tokens']:,} tokens, {share:.0%} "
-        f"trained, {bad:,} bad rows, {facts['truncated']['count']:,} truncated"
+        f"{data.examples:,} examples, {data.tokens:,} tokens, {share:.0%} trained, {bad:,} bad "
+        f"rows, {data.truncated.count:,} truncated"
     )
