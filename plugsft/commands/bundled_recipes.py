@@ -70,14 +70,22 @@ def write_missing(kind: str, folder: Path) -> list[str]:
     recipes = [path for path in files if path.endswith(".toml")]
     if recipes and not (folder / SCHEMA).exists():
         files[SCHEMA] = schema_text() + "\n"
-    try:
-        for path, text in reversed(files.items()):  # the recipe last: it says that all is there
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(folder / path) as temporary:
-                temporary.write_text((POINTER if path in recipes else "") + text, "utf8")
-    except OSError as error:
-        raise PlugsftError(f"{error.filename or folder}: {reason_of(error)}; set --to") from error
+    for path in recipes:
+        files[path] = POINTER + files[path]
+    # The recipe last: it says that all is there.
+    write_files({folder / path: text for path, text in reversed(files.items())})
     return [*files]
+
+
+def write_files(files: dict[Path, str]) -> None:
+    """Write files, and the folders that they lie in."""
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(path) as temporary:
+                temporary.write_text(text, "utf8")
+    except OSError as error:
+        raise PlugsftError(f"{error.filename or path}: {reason_of(error)}; set --to") from error
 
 
 def commands_of(recipe: str) -> list[str]:

@@ -1,12 +1,10 @@
 """axolotl's keys."""
 
-from typing import Any
-
 from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import training
 from .conversion import Conversion, Copied, Tool
-from .sources import CONFIG, hold_out, part, set_sources
+from .sources import hold_out, listed_parts, part, places, set_sources
 
 COPIED: Copied = {
     **training.SHARED,
@@ -20,6 +18,11 @@ COPIED: Copied = {
     "dataset_prepared_path": ("plugins.arrow_cache.folder", str),
     "early_stopping_patience": ("plugins.early_stopping.patience", int),
     "hub_model_id": ("plugins.push.to", str),
+    "excess_length_strategy": ("data.too_long", "drop"),
+    "torch_compile": ("plugins.compile", dict),
+    "cut_cross_entropy": ("plugins.fused_loss", dict),
+    "liger_fused_linear_cross_entropy": ("plugins.fused_loss", dict),
+    "flash_attention": ("plugins.flash_attention", dict),
 }
 LORA: Copied = {
     "lora_r": ("plugins.lora.r", 8),
@@ -89,29 +92,27 @@ def convert(c: Conversion) -> None:
     _set_texts(c)
     if c.get("gradient_accumulation_steps") is None and c.get("batch_size"):
         micro = c.read("micro_batch_size", 1) * c.gpus
-        c.settings["gradient_accumulation_steps"] = max(1, c.read("batch_size", 1) // micro)
+        c.flat["gradient_accumulation_steps"] = max(1, c.read("batch_size", 1) // micro)
     training.set_batch(c, "micro_batch_size", "gradient_accumulation_steps", 1)
     training.set_length(c, "num_epochs", 1.0)
     _set_schedule(c)
     training.set_optimizer(c, "optimizer")
-    _set_saving(c)
+    if c.get("saves_per_epoch") is None or c.get("save_steps"):
+        training.set_saving(c, "steps" if c.get("save_steps") else "epoch")
+    else:
+        every = _share(c, "saves_per_epoch")
+        training.set_share(c, "checkpoint.every", every, "saves_per_epoch")
     _set_evaluation(c)
-    bfloat16 = c.first("bf16", "bfloat16")
-    float16 = c.read("fp16", False) or c.read("float16", False)
-    on = c.get(bfloat16) == "full" or c.read(bfloat16, not float16)
-    training.set_precision(c, on, bfloat16)
+    training.set_precision(c, default=True)
     _set_lora(c)
-    if on and c.get("adapter") is None:
+    if c.value("model.dtype") == "bfloat16" and c.get("adapter") is None:
         c.remarks.append(
             "axolotl loads the model in bfloat16, and trains it so; plugsft stores trained weights "
             'in float32 (16 bytes a weight), or with model.weights = "bfloat16" as axolotl does'
         )
     _set_speed(c)
-    names = [name for name in training.TRACKERS if c.read(f"use_{name}", False)]
-    if c.get("wandb_project") and c.get("use_wandb") is None:
-        names.append("wandb")
-    key = "wandb_project" if c.get("wandb_project") else f"use_{names[0]}" if names else ""
-    training.set_trackers(c, names, key, "wandb_name", "wandb_project")
+    if c.get("wandb_project") and c.read("use_wandb", True):
+        training.set_trackers(c, ["wandb"], "wandb_project", "wandb_name", "wandb_project")
     training.set_launcher(c)
 
 
@@ -126,7 +127,7 @@ def _set_objective(c: Conversion) -> None:
         c.set("plugins.dpo.loss", PREFERENCES[kind], "rl")
         beta = c.first("rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
         c.copy({beta: ("plugins.dpo.beta", 0.1)})
-        c.enable("dpo_reference", "precompute_ref_log_probs")
+        c.copy({"precompute_ref_log_probs": ("plugins.dpo_reference", dict)})
     elif kind is not None:
         raise c.refuse(
             "rl", "plugsft trains on rows, and generates none while it trains; use axolotl"
@@ -136,16 +137,15 @@ def _set_objective(c: Conversion) -> None:
 def _set_data(c: Conversion) -> None:
     """Write the sources, and what is trained in their rows."""
     key = c.first("datasets", "pretraining_dataset")
-    items = c.get(key)
-    if not items:
+    if not c.get(key):
         raise RecipeError(f"{c.path}: names no data; set datasets")
-    if isinstance(items, str):
-        set_sources(c, [part(items)], key)
-        items = []
+    if isinstance(c.get(key), str):
+        set_sources(c, [part(c.get(key))], key)
     else:
-        places = [f"{key}[{index}]" for index in range(len(items))]
-        set_sources(c, [source for place in places for source in _sources(c, place)], key)
-        _set_columns(c, places)
+        set_sources(c, listed_parts(c, key), key)
+        for place in places(c, key):
+            _check_rows(c, place)
+        _set_columns(c, places(c, key))
     if c.read("train_on_inputs", False):
         c.set("data.train_on", "all", "train_on_inputs")
         c.leave(
@@ -157,10 +157,8 @@ def _set_data(c: Conversion) -> None:
         c.set("data.train_on", "assistant", "train_on_inputs", comment="every answer")
 
 
-def _sources(c: Conversion, place: str) -> list[dict[str, Any]]:
-    """Return the sources of a data set; name what differs in its rows."""
-    if c.get(f"{place}.name", "main") not in ("default", "main"):
-        c.leave(f"{place}.name", CONFIG)
+def _check_rows(c: Conversion, place: str) -> None:
+    """Name what differs in the rows of a data set."""
     kind = c.get(f"{place}.type", CHATS[0])
     if isinstance(kind, str) and kind not in CHATS:
         c.leave(f"{place}.type", OWN_TEXT if c.get("rl") is None else PAIRS)
@@ -172,11 +170,6 @@ def _sources(c: Conversion, place: str) -> list[dict[str, Any]]:
             )
     if not {*c.get(f"{place}.roles_to_train", ())} <= ROLES["assistant"]:
         c.leave(f"{place}.roles_to_train", "answers alone are trained; use data.train_on")
-    files = c.get(f"{place}.data_files", c.get(f"{place}.path"))
-    if files is None:
-        raise RecipeError(f"{c.path}: {place} has no path; set it")
-    split = c.get(f"{place}.split")
-    return [part(name, split) for name in (files if isinstance(files, list) else [files])]
 
 
 def _set_columns(c: Conversion, places: list[str]) -> None:
@@ -198,9 +191,8 @@ def _set_texts(c: Conversion) -> None:
     """Write the longest example, packing, and the chat template."""
     longest, micro = c.read("sequence_len", 512), c.read("micro_batch_size", 1)
     c.set("data.max_length", longest, "sequence_len")
-    too_long = c.read("excess_length_strategy", "drop")
-    too_long = "error" if too_long == "raise" else too_long
-    c.set("data.too_long", too_long, "excess_length_strategy")
+    if c.value("data.too_long") == "raise":
+        c.lines["data.too_long"].value = "error"
     if c.read("sample_packing", False) and c.get("rl") is None:
         training.set_packing(c, longest * micro, "sample_packing")
     if c.get("chat_template", "tokenizer_default") not in ("tokenizer_default", *TEMPLATES):
@@ -223,22 +215,6 @@ def _set_schedule(c: Conversion) -> None:
     warmup = c.lines["train.warmup"]
     warmup.value = min(warmup.value, 100.0) if unset else warmup.value
     warmup.value = 2.0 if warmup.value == 1 else warmup.value  # axolotl makes two of one
-
-
-def _set_saving(c: Conversion) -> None:
-    """Write the steps between checkpoints."""
-    to = "checkpoint.every"
-    strategy = c.read("save_strategy", "steps" if c.get("save_steps") else "epoch")
-    if c.get("saves_per_epoch") is not None and not c.get("save_steps"):
-        training.set_share(c, to, _share(c, "saves_per_epoch"), "saves_per_epoch")
-    elif strategy == "steps":
-        training.set_interval(c, to, c.read("save_steps", 500.0), "save_steps")
-    elif strategy == "no":
-        c.set(to, 0, "save_strategy")
-    elif strategy == "best":
-        c.set("checkpoint.keep_best", "eval_loss", "save_strategy")
-    elif c.get("save_strategy") or c.value("train.epochs") == 1:
-        training.set_each_epoch(c, to, "save_strategy")
 
 
 def _share(c: Conversion, key: str) -> float:
@@ -286,22 +262,17 @@ def _set_speed(c: Conversion) -> None:
         c.leave("plugins", "a plugin of axolotl; look for one of plugsft with `plugsft plugins`")
     if any("CutCross" in name for name in names):
         c.set("plugins.fused_loss", {}, "plugins")
-    for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy"):
-        c.enable("fused_loss", key)
     if "plugins.lora.r" not in c.lines:
         c.copy(LIGER)
     training.set_attention(c, "attn_implementation")
-    for key in ("flash_attention", "xformers_attention", "flex_attention"):
-        c.enable("flash_attention", key, comment="the best kernel that can run")
     checkpointing = c.get("gradient_checkpointing", False)
     if checkpointing not in (False, "false"):
         c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
     if str(checkpointing).startswith("offload") or c.get("activation_offloading"):
         key = c.first("activation_offloading", "gradient_checkpointing")
         c.set("plugins.activation_offload", {}, key)
-    c.enable("compile", "torch_compile")
     if not training.packs(c):
-        c.enable("length_group", "group_by_length", comment="inside each step, in random order")
+        c.copy({"group_by_length": ("plugins.length_group", dict)})
 
 
 TOKENS = "the tokenizer's own is used; use model.tokenizer = FOLDER with a changed copy"
@@ -323,8 +294,6 @@ TOOL = Tool(
         **training.UNLIKE,
         "datasets[].type": OWN_TEXT,
         "datasets[].message_property_mappings": PROPERTY,
-        "datasets[].message_field_role": PROPERTY,
-        "datasets[].message_field_content": PROPERTY,
         "datasets[].field_thinking": THOUGHTS,
         "datasets[].template_thinking_key": THOUGHTS,
         "special_tokens": TOKENS,
@@ -360,7 +329,14 @@ TOOL = Tool(
         *LORA,
         *LIGER,
         *("lora_target_linear", "lora_target_modules", "lora_modules_to_save", "load_in_8bit"),
-        *("save_steps", "evals_per_epoch", "eval_steps", "eval_strategy", "datasets[].roles"),
+        *(
+            "save_steps",
+            "save_strategy",
+            "evals_per_epoch",
+            "eval_steps",
+            "eval_strategy",
+            "datasets[].roles",
+        ),
         *("warmup_ratio", "fsdp", "dp_shard_size", "batch_size", "group_by_length"),
         # These change speed, memory or files.
         *("model_type", "tokenizer_type", "special_tokens.pad_token", "lora_fan_in_fan_out"),

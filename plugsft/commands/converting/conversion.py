@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,10 @@ SECRET = re.compile(
 TOKEN = re.compile(r"\b(hf_\w{8,}|sk-[\w-]{8,}|wandb_v1_\w+|[0-9a-f]{40})\b")
 """Values that are secrets, whatever their key: of the hub, and of trackers."""
 Copied = Mapping[str, tuple[str, Any]]
-"""Key -> the recipe's key, and the tool's default; a type, if without the key no line is needed."""
+"""Key -> the recipe's key, and the tool's default; a type, if without the key no line is needed.
+
+The type dict stands for a plugin without options, which the key switches on.
+"""
 
 
 @dataclass
@@ -57,14 +61,15 @@ class Conversion:
     written: set[str] = field(default_factory=set)
     """Keys that a line of the recipe names."""
 
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """Key -> value, of nested settings too: "datasets[0].path"."""
+        return dict(flat(self.settings))
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting by its key, such as "datasets[0].path"."""
         self.read_keys.append(key)
-        value: Any = self.settings
-        for part in re.findall(r"[^.\[\]]+", key):
-            inner = dict(enumerate(value)) if isinstance(value, list) else value
-            name = int(part) if isinstance(value, list) and part.isdigit() else part
-            value = inner.get(name) if isinstance(inner, dict) else None
+        value = self.flat.get(key)
         return default if value is None else value
 
     def first(self, *keys: str) -> str:
@@ -97,17 +102,15 @@ class Conversion:
     def copy(self, table: Copied) -> None:
         """Write the lines of keys that mean the same in both tools."""
         for key, (to, default) in table.items():
-            if isinstance(default, type):
+            if default is dict:
+                if self.read(key, False):
+                    self.set(to, {}, key)
+            elif isinstance(default, type):
                 value = self.read(key, default())
                 if value:
                     self.set(to, value, key)
             else:
                 self.set(to, self.read(key, default), key)
-
-    def enable(self, plugin: str, key: str, default: bool = False, comment: str = "") -> None:
-        """Write a plugin's table if a switch is on."""
-        if self.read(key, default):
-            self.set(f"plugins.{plugin}", {}, key, comment=comment)
 
     def value(self, to: str) -> Any:
         """Return what a line of the recipe holds so far, or None."""
@@ -123,10 +126,9 @@ class Conversion:
 
     def shown(self, key: str) -> str:
         """Return a key's value as the report shows it."""
-        value = dict(flat(self.settings)).get(key)
         if any(SECRET.search(part) for part in re.split(r"[.\[\]]", key)):
             return "..."
-        return "{...}" if value is None else TOKEN.sub("...", short(value))
+        return "{...}" if _holds_keys(self.get(key)) else TOKEN.sub("...", short(self.get(key)))
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,8 @@ class Tool:
             raise c.refuse(
                 key, f"not a value that {c.tool} takes ({reason_of(error)}); correct it"
             ) from error
-        for key, value in flat(c.settings):
-            if key in c.left:
+        for key, value in c.flat.items():
+            if key in c.left or _holds_keys(value) or value in (None, [], {}, ""):
                 continue
             reason = "" if key in c.read_keys else self._reason(key, value)
             if reason:
@@ -180,9 +182,7 @@ class Tool:
 
 def number(value: Any) -> float:
     """Read a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("it should be a number")
-    read = float(value)
+    read = math.nan if isinstance(value, bool) else float(value)
     if not math.isfinite(read):
         raise ValueError("it should be a finite number")
     return read
@@ -219,15 +219,21 @@ def printable(text: str) -> str:
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of nested settings, without empty ones: "datasets[0].path"."""
-    if isinstance(value, Mapping) and value:
+    """Yield the keys and values of nested settings."""
+    if key:
+        yield key, value
+    if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from flat(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+    elif _holds_keys(value):
         for index, inner in enumerate(value):
             yield from flat(inner, f"{key}[{index}]")
-    elif value is not None and value not in ([], {}, ""):
-        yield key, value
+
+
+def _holds_keys(value: Any) -> bool:
+    """Tell whether a value is a table, or a list with tables."""
+    several = value if isinstance(value, list) else [value]
+    return any(isinstance(each, Mapping) and each for each in several)
 
 
 def _spell(value: Any) -> str:

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...base.atomic import replace_file
 from ...base.console import say
-from ...base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
+from ...base.errors import PlugsftError, RecipeError, did_you_mean
 from ...base.limits import parse_toml
 from ...registry.load import resolve
-from ..bundled_recipes import SCHEMA
+from ..bundled_recipes import SCHEMA, write_files
 from ..json_schema import schema_text
 from . import axolotl, llamafactory, trl
 from .conversion import Conversion, Tool
@@ -36,13 +35,7 @@ def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> C
     schema = to.parent / Path(SCHEMA).name
     if not schema.exists():
         files = {schema: schema_text() + "\n", **files}
-    try:
-        for file, text in files.items():  # the recipe last
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(file) as temporary:
-                temporary.write_text(text, "utf8")
-    except OSError as error:
-        raise PlugsftError(f"{error.filename or to}: {reason_of(error)}; set --to") from error
+    write_files(files)  # the recipe last
     says = [f"written: {file}" for file in files]
     says += [f"not converted: {line}" for line in left_lines(c)]
     commands = (f"plugsft check {to}", f"plugsft inspect {to}", launch_line(c, to))

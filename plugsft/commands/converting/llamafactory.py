@@ -128,26 +128,27 @@ def _set_data(c: Conversion) -> None:
     if not names:
         raise RecipeError(f"{c.path}: names no data set to train on; set dataset")
     folder, info = _read_info(c)
-    unknown = [name for name in names if name not in info]
-    if info and unknown:
-        raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{unknown[0]}'; add it")
     if not info:
         c.leave(
             "dataset",
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
             "and [data.columns], or convert again where that file is",
         )
-    entries = {name: info.get(name, {}) for name in (*names, *tests)}
-    sources = {name: _source(c, name, entry, folder) for name, entry in entries.items()}
+    sources = {}
+    for name in (*names, *tests):
+        if info and name not in info:
+            raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{name}'; add it")
+        sources[name] = _source(c, name, info.get(name, {}), folder)
     set_sources(c, [sources[name] for name in names], "dataset")
-    _set_columns(c, [entries[name] for name in names if info])
+    _set_columns(c, [info[name] for name in names if info])
     if tests:
         for key, value in sources[tests[0]].items():
             c.set(f"eval.{key}", value, "eval_dataset")
-        if len(tests) > 1:
-            c.leave("eval_dataset", "evaluations read one source; use one file for all")
-    elif c.read("val_size", 0.0):
-        hold_out(c, "val_size", c.read("val_size", 0.0))
+    if len(tests) > 1:
+        c.leave("eval_dataset", "evaluations read one source; use one file for all")
+    size = c.read("val_size", 0.0)
+    if size and not tests:
+        hold_out(c, "val_size", size)
 
 
 def _read_info(c: Conversion) -> tuple[Path, dict[str, Any]]:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import RecipeError
 from .conversion import Conversion
 
 PARTS = re.compile(r"(\w[\w.-]*)(?:\[(?:(\d+)%)?:(?:(\d+)%)?\])?")
@@ -23,15 +24,36 @@ def part(source: object, split: object = None, weight: float = 1.0) -> dict[str,
     return table if weight == 1.0 else {**table, "weight": weight}
 
 
+def listed_parts(c: Conversion, key: str) -> list[dict[str, Any]]:
+    """Return the sources of a list of data sets, as axolotl and TRL write it."""
+    parts = []
+    for place in places(c, key):
+        for config in (f"{place}.config", f"{place}.name"):
+            if c.get(config, "main") not in ("default", "main"):
+                c.leave(config, CONFIG)
+        path = c.get(f"{place}.path", c.get(f"{place}.id"))
+        files = c.get(f"{place}.data_files", path)
+        if files is None:
+            raise RecipeError(f"{c.path}: {place} has no path; set it")
+        split, weight = c.get(f"{place}.split"), c.read(f"{place}.weight", 1.0)
+        files = files if isinstance(files, list) else [files]
+        parts += [part(name, split, weight) for name in files]
+    return parts
+
+
+def places(c: Conversion, key: str) -> list[str]:
+    """Return the keys of a list's tables."""
+    return [f"{key}[{index}]" for index in range(len(c.get(key)))]
+
+
 def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
     """Write the sources that `part` returned."""
     keys = [key] if isinstance(c.get(key), str) else []
     if len(sources) != 1 or "weight" in sources[0]:
         c.set("data.sources", sources, *keys)
         return
-    c.set("data.source", sources[0]["source"], *keys)
-    if "split" in sources[0]:
-        c.set("data.split", sources[0]["split"])
+    for option, value in sources[0].items():
+        c.set(f"data.{option}", value, *keys)
 
 
 @cache
@@ -55,16 +77,15 @@ def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
     if match is None:
         return None
     name, start, stop = match[1], int(match[2] or 0), int(match[3] or 100)
-    whole = "[" not in split
-    if size >= 1:
-        return (f"{name}[:-{size:g}]", f"{name}[-{size:g}:]") if whole and size % 1 == 0 else None
-    share = round((stop - start) * size, 6)
-    if share == int(share) and share:
-        middle = stop - int(share)
+    middle = round(stop - (stop - start) * size, 6)
+    if size < 1 and middle.is_integer() and middle < stop:
         first, last = f"{start}%" if start else "", f"{stop}%" if stop < 100 else ""
-        return f"{name}[{first}:{middle}%]", f"{name}[{middle}%:{last}]"
-    rows = count_rows(Path(path))
-    return split_off(name, max(1, round(rows * size)), path) if rows and whole else None
+        return f"{name}[{first}:{middle:g}%]", f"{name}[{middle:g}%:{last}]"
+    known = count_rows(Path(path))
+    rows = max(1, round(known * size)) if known and size < 1 else size
+    if "[" in split or rows % 1:
+        return None
+    return f"{name}[:-{rows:g}]", f"{name}[-{rows:g}:]"
 
 
 def hold_out(c: Conversion, key: str, size: float) -> bool:

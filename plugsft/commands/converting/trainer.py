@@ -7,6 +7,7 @@ COPIED: Copied = {
     **training.SHARED,
     "output_dir": ("output", "trainer_output"),
     "save_total_limit": ("checkpoint.keep", int),
+    "torch_compile": ("plugins.compile", dict),
     "dataset_num_proc": ("plugins.multiprocess_tokenize.workers", int),
     "preprocessing_num_workers": ("plugins.multiprocess_tokenize.workers", int),
 }
@@ -40,37 +41,21 @@ def set_training(c: Conversion, rate: float) -> None:
     training.set_schedule(c, "lr_scheduler_type", "linear")
     training.set_warmup(c, 0.0)
     training.set_optimizer(c, "optim")
-    training.set_precision(c, c.read("bf16", c.tool == "TRL" and not c.read("fp16", False)), "bf16")
+    training.set_precision(c, default=c.tool == "TRL")
     training.set_attention(c, c.first("attn_implementation", "flash_attn"))
     every = 10 if c.tool == "TRL" else 500
     c.copy({"logging_steps": ("train.log_every", every)})
-    _set_saving(c)
+    training.set_saving(c, "steps")
     _set_evaluation(c, float(every))
-    names = [c.get("report_to")] if isinstance(c.get("report_to"), str) else c.get("report_to", [])
-    training.set_trackers(c, names, "report_to", "run_name", "project")
+    training.set_trackers(c, c.names("report_to"), "report_to", "run_name", "project")
     _set_push(c)
     kernels = c.first("use_liger_kernel", "enable_liger_kernel")
     if "plugins.lora.r" not in c.lines:
-        c.enable("liger", kernels)
-    c.enable("fused_loss", kernels)
-    c.enable("compile", "torch_compile")
+        c.copy({kernels: ("plugins.liger", dict)})
+    c.copy({kernels: ("plugins.fused_loss", dict)})
     if not training.packs(c):
-        c.enable("length_group", "group_by_length", comment="inside each step, in random order")
+        c.copy({"group_by_length": ("plugins.length_group", dict)})
     training.set_launcher(c)
-
-
-def _set_saving(c: Conversion) -> None:
-    """Write the steps between checkpoints."""
-    strategy = c.read("save_strategy", "steps")
-    if strategy == "no":
-        c.set("checkpoint.every", 0, "save_strategy")
-        c.lines.pop("checkpoint.keep", None)
-    elif strategy == "steps":
-        training.set_interval(c, "checkpoint.every", c.read("save_steps", 500.0), "save_steps")
-    elif strategy == "epoch":
-        training.set_each_epoch(c, "checkpoint.every", "save_strategy")
-    else:
-        c.leave("save_strategy", 'use checkpoint.keep_best = "eval_loss" for the best checkpoint')
 
 
 def _set_evaluation(c: Conversion, every: float) -> None:

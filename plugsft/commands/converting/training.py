@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ...base.console import format_count
 from ...base.errors import RecipeError, reason_of
@@ -181,6 +181,20 @@ def set_each_epoch(c: Conversion, to: str, key: str) -> None:
     set_share(c, to, 1 / epochs if epochs else None, key)
 
 
+def set_saving(c: Conversion, default: str) -> None:
+    """Write the steps between checkpoints."""
+    strategy = c.read("save_strategy", default)
+    if strategy == "no":
+        c.set("checkpoint.every", 0, "save_strategy")
+        c.lines.pop("checkpoint.keep", None)
+    elif strategy == "steps":
+        set_interval(c, "checkpoint.every", c.read("save_steps", 500.0), "save_steps")
+    elif strategy != "epoch":
+        c.leave("save_strategy", 'use checkpoint.keep_best = "eval_loss" for the best checkpoint')
+    elif c.get("save_strategy") or c.value("train.epochs") == 1:
+        set_each_epoch(c, "checkpoint.every", "save_strategy")
+
+
 def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, project: str) -> None:
     """Write where metrics are sent."""
     known = [each for each in names if each in TRACKERS]
@@ -191,13 +205,15 @@ def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, proje
         c.copy({name: ("plugins.tracker.name", str), project: ("plugins.tracker.project", str)})
 
 
-def set_precision(c: Conversion, bfloat16: bool, *keys: str) -> None:
+def set_precision(c: Conversion, default: bool) -> None:
     """Write the type of computation; without bfloat16, float16 or float32."""
     float16 = [key for key in ("fp16", "float16") if c.read(key, False)]
-    if float16 and not bfloat16:
+    if c.get("bf16") == "full" or c.read("bf16", default and not float16):
+        c.set("model.dtype", "bfloat16", "bf16")
+    elif float16:
         c.set("model.dtype", "float16", *float16, comment="with loss scaling")
     else:
-        c.set("model.dtype", "bfloat16" if bfloat16 else "float32", *keys)
+        c.set("model.dtype", "float32", "bf16")
     if c.read("tf32", False) and c.value("model.dtype") == "float32":
         c.leave(
             "tf32",
@@ -234,24 +250,16 @@ def set_quantization(c: Conversion, bits: int, key: str) -> None:
     """Write [plugins.quantize]."""
     if "plugins.lora.r" not in c.lines:
         raise c.refuse(key, "quantized weights cannot be trained; use adapters (LoRA) on them")
-    if bits == 4:
-        comment = "plugsft quantizes the scales, too (double quantization)"
-        c.set("plugins.quantize.kind", "nf4", key, comment=comment)
-    elif bits == 8:
-        comment = "a scale for each output; no outliers apart"
-        c.set("plugins.quantize.kind", "int8", key, comment=comment)
-    else:
-        c.leave(key, "plugsft quantizes to 4 or 8 bits; use [plugins.quantize]")
+    c.set("plugins.quantize.kind", {4: "nf4", 8: "int8"}[bits], key)
 
 
 def set_launcher(c: Conversion) -> None:
     """Choose the strategy of `plugsft launch`."""
     if c.get("deepspeed"):
-        name, settings = _deepspeed(c)
-        written = re.search(r"z(?:ero)?(?:_?stage)?[-_]?([0-3])", name)
-        stage = settings.get("zero_optimization", {}).get("stage", 0 if settings else 3)
-        c.launcher = "zero3" if stage == 3 and (written is None or written[1] == "3") else ""
-        if "offload" in name or re.search(r'"device": "(cpu|nvme)"', json.dumps(settings)):
+        text = _deepspeed(c)
+        stage = re.search(r'(?:"stage": |z(?:ero)?(?:_?stage)?[-_]?)([0-3])', text)
+        c.launcher = "zero3" if stage is None or stage[1] == "3" else ""
+        if re.search(r'^[^{]*offload|"device": "(cpu|nvme)"', text):
             c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
     elif c.get("fsdp") or c.get("fsdp_config") or c.read("dp_shard_size", 1) > 1:
         c.launcher = "fsdp2"
@@ -260,19 +268,19 @@ def set_launcher(c: Conversion) -> None:
         c.leave(key, "quantized weights are not sharded; each GPU has them whole (ddp)")
         c.launcher = ""
     for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
-        c.enable("gradient_checkpointing", f"fsdp_config.{key}")
+        c.copy({f"fsdp_config.{key}": ("plugins.gradient_checkpointing", dict)})
 
 
-def _deepspeed(c: Conversion) -> tuple[str, dict[str, Any]]:
-    """Return DeepSpeed's settings: the name of their file, and what it holds if it lies here."""
+def _deepspeed(c: Conversion) -> str:
+    """Return DeepSpeed's settings as JSON, or the name of their file if it does not lie here."""
     value = c.get("deepspeed")
     if isinstance(value, dict):
-        return "", value
-    files = (Path(str(value)), c.path.parent / str(value))
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        return str(value), {}
-    try:
-        return "", read_json_object(file)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{file}: cannot be read ({reason_of(error)}); mend it") from error
+        return json.dumps(value)
+    for file in (Path(str(value)), c.path.parent / str(value)):
+        if file.is_file():
+            try:
+                return json.dumps(read_json_object(file))
+            except (OSError, ValueError) as error:
+                reason = f"{file}: cannot be read ({reason_of(error)}); mend it"
+                raise RecipeError(reason) from error
+    return str(value)

@@ -1,16 +1,12 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
 
-from typing import Any
-
 from ...base.errors import RecipeError
 from . import trainer, training
 from .conversion import Conversion, Copied, Tool
-from .sources import CONFIG, first_row, hold_out, part, set_sources
+from .sources import CONFIG, first_row, hold_out, listed_parts, part, set_sources
 
 RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 """Trainer -> TRL's default learning rate."""
-LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "sigmoid_norm": "length_normalized"}
-"""Loss of `trl dpo` -> that of [plugins.dpo]."""
 OF_KTO = ("kto", "apo_zero_unpaired")
 MARKS = {
     "kto": ("desirable_weight", "undesirable_weight"),
@@ -20,6 +16,10 @@ MARKS = {
 """Trainer -> the keys that only it has, or `trl dpo` at last."""
 ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
 """Keys of trainers that generate while they train."""
+DPO: Copied = {
+    "beta": ("plugins.dpo.beta", 0.1),
+    "precompute_ref_log_probs": ("plugins.dpo_reference", dict),
+}
 KTO: Copied = {
     "loss_type": ("plugins.kto.loss", "kto"),
     "beta": ("plugins.kto.beta", 0.1),
@@ -62,8 +62,9 @@ def convert(c: Conversion) -> None:
         if c.read(f"load_in_{bits}bit", False):
             training.set_quantization(c, bits, f"load_in_{bits}bit")
     trainer.set_training(c, RATES[c.trainer])
-    c.enable("gradient_checkpointing", "gradient_checkpointing", default=True)
-    c.enable("activation_offload", "activation_offloading")
+    if c.read("gradient_checkpointing", True):
+        c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
+    c.copy({"activation_offloading": ("plugins.activation_offload", dict)})
     key = c.first("dtype", "torch_dtype")
     if c.get(key) == "float16":
         c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
@@ -80,8 +81,7 @@ def _set_data(c: Conversion) -> None:
     split = next((name for name in c.get("dataset_splits", []) if "train" in name), "train")
     shares = c.get("dataset_mixer", {})
     if c.get(mixture):
-        places = [f"{mixture}[{index}]" for index in range(len(c.get(mixture)))]
-        set_sources(c, [source for place in places for source in _sources(c, place)], mixture)
+        set_sources(c, listed_parts(c, mixture), mixture)
     elif shares:
         parts = [part(name, split, float(share)) for name, share in shares.items()]
         set_sources(c, parts, "dataset_mixer")
@@ -93,16 +93,6 @@ def _set_data(c: Conversion) -> None:
         c.leave("dataset_config", CONFIG)
     if c.read(trainer.evaluation_key(c), "no") != "no":
         _hold_out(c)
-
-
-def _sources(c: Conversion, place: str) -> list[dict[str, Any]]:
-    for key in (f"{place}.config", f"{place}.name"):
-        if c.get(key, "default") != "default":
-            c.leave(key, CONFIG)
-    path, weight = c.get(f"{place}.path") or c.get(f"{place}.id"), c.read(f"{place}.weight", 1.0)
-    files = c.get(f"{place}.data_files", path)
-    split = c.get(f"{place}.split")
-    return [part(name, split, weight) for name in (files if isinstance(files, list) else [files])]
 
 
 def _hold_out(c: Conversion) -> None:
@@ -132,16 +122,9 @@ def _set_texts(c: Conversion) -> None:
     if c.trainer == "reward":
         c.set("data.too_long", "drop", comment="TRL drops longer pairs of `trl reward`")
     if c.trainer == "sft" and c.read("packing", False):
-        training.set_packing(c, longest, "packing", "packing_strategy")
-        if c.get("packing_strategy") not in (None, "bfd", "ffd"):
-            c.leave(
-                "packing_strategy",
-                'it cuts examples; use "bfd", as written here, which keeps them whole',
-            )
+        training.set_packing(c, longest, "packing")
     if c.trainer == "sft":
         _set_trained_tokens(c)
-    if c.get("dataset_text_field", "text") != "text":
-        c.set("data.columns", {"text": c.read("dataset_text_field", "")}, "dataset_text_field")
     template = c.read("chat_template", "")
     if "{" in template:
         c.files["jinja"] = template
@@ -168,20 +151,13 @@ def _set_trained_tokens(c: Conversion) -> None:
 
 def _set_objective(c: Conversion) -> None:
     """Write the plugin of a preference run."""
-    losses = c.get("loss_type", "sigmoid")
     if c.trainer == "dpo":
-        loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
-        if not isinstance(loss, str) or loss not in LOSSES:
-            raise c.refuse(
-                "loss_type",
-                f"plugsft has no such loss; use {', '.join(LOSSES)}, or see docs/preferences.md",
-            )
-        c.set("plugins.dpo.loss", LOSSES[loss], "loss_type")
-        c.copy({"beta": ("plugins.dpo.beta", 0.1)})
-        c.enable("dpo_reference", "precompute_ref_log_probs")
+        loss = ", ".join(c.names("loss_type")) or "sigmoid"
+        c.set(
+            "plugins.dpo.loss", "length_normalized" if loss == "sigmoid_norm" else loss, "loss_type"
+        )
+        c.copy(DPO)
     elif c.trainer == "kto":
-        if c.get("loss_type", "kto") not in OF_KTO:
-            raise c.refuse("loss_type", f"plugsft has no such loss; use {' or '.join(OF_KTO)}")
         c.copy(KTO)
     elif c.trainer == "reward":
         c.copy({"center_rewards_coefficient": ("plugins.reward.center", 0.0)})
@@ -212,10 +188,12 @@ TOOL = Tool(
     convert=convert,
     unlike={
         **trainer.UNLIKE,
+        "packing_strategy": 'it cuts examples; use "bfd", which keeps them whole',
+        "dataset_text_field": "use data.columns = { text = ... }",
         "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
         "data.max_length, as in TRL 1; use data.too_long",
     },
-    usual=trainer.USUAL,
+    usual={**trainer.USUAL, "dataset_text_field": ("text",), "packing_strategy": ("bfd", "ffd")},
     same=(
         *trainer.SAME,
         *LORA,
