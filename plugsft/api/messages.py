@@ -1,6 +1,5 @@
 """Mistakes as exceptions, with the words of the command line."""
 
-import logging
 import re
 import threading
 import warnings
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..base.errors import LaunchError, PlugsftError
-from ..base.refusals import QUIET, quiet_libraries, refusal_of
+from ..base.refusals import quiet_libraries, refusal_of
 
 ARGUMENTS = {
     "overwrite": "overwrite=True",
@@ -44,7 +43,6 @@ def ensure_kind(name: str, value: object, kinds: Any, cure: str) -> None:
 @contextmanager
 def errors() -> Iterator[None]:
     """Raise what the command line would print, as PlugsftError; never SystemExit."""
-    levels = {name: logging.getLogger(name).level for name in QUIET}
     quiet_libraries()
     try:
         with warnings.catch_warnings():
@@ -58,9 +56,6 @@ def errors() -> Iterator[None]:
         raise PlugsftError(f"a plugin or a library ended the program: {error!r}") from error
     except OSError as error:
         raise (refusal_of(error) or error) from error.__cause__
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def _name_arguments(error: PlugsftError) -> None:
