@@ -13,15 +13,6 @@ Rounds = Annotated[
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]
 Warmup = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")]
-Examples = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        help="Examples to train on; 0 for all. Default: as many as the steps take.",
-        show_default=False,
-    ),
-]
 PrepareRounds = Annotated[
     int | None,
     typer.Option(
@@ -74,7 +65,6 @@ def bench(
     rounds: Rounds = 5,
     steps: Steps = 10,
     warmup: Warmup = 3,
-    examples: Examples = None,
     prepare_rounds: PrepareRounds = None,
     launch: Launch = "",
     instead: Instead = None,
@@ -98,7 +88,6 @@ def bench(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
-        examples=examples,
         prepare_rounds=prepare_rounds,
         launch=launch,
         instead=instead or [],

@@ -30,6 +30,9 @@ from .timing import ROUNDS, UNKNOWN, as_json, head, in_rounds
 from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
+SETTINGS = ("rounds", "steps", "warmup", "launch", "instead")
+FACTS = ("measured", "kept", "steppers", "preparers")
+"""Options, and facts of the contenders, that the report holds."""
 SILENT = ("check", "summary", "record")
 """Notices outside of steps."""
 READS, LEARNS = "it renders the rows", "it computes the loss"
@@ -145,7 +148,6 @@ class Options:
     rounds: int
     steps: int
     warmup: int
-    examples: int | None
     prepare_rounds: int | None
     launch: str
     instead: Sequence[str]
@@ -167,30 +169,37 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds."""
     refuse_ranks("bench")
     contenders = choose_contenders(active, options.keep, options.only)
+    instead: dict[str, dict[str, Any]] = {}
     for text in options.instead:
         name, _, change = text.partition(":")
-        if name not in contenders.optional or not change.partition("=")[1]:
+        path_of_key, _, value = change.partition("=")
+        if name in contenders.optional and value:
+            instead.setdefault(name, {})[path_of_key] = value_of(value)
+        else:
             raise RecipeError(
                 f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
     file = (options.out or Path(f"{recipe.folder}-bench")) / JSON
     running = BenchRun(
-        recipe, contenders, options, file, new_report(path, recipe, contenders, options)
+        recipe, contenders, options, instead, file, new_report(path, recipe, contenders, options)
     )
     earlier = Bench(read_report(options.against)) if options.against else None
     if earlier:
         ensure_comparable(Bench(running.report), earlier)
+    if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
+        raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
     if file.exists() and not options.overwrite:
         raise RecipeError(f"--out: {file} exists; add --overwrite, or give another folder")
     file.parent.mkdir(parents=True, exist_ok=True)
     for name, reason in contenders.kept.items():
         say(f"always on: {name}: {reason}")
     try:
-        with trials(recipe, active, options.launch, running.examples) as runner:
+        examples = (running.steps + 1) * recipe.train.batch_size
+        with trials(recipe, active, options.launch, examples) as runner:
             running.measure(runner)
     except KeyboardInterrupt:
         running.write("stopped")
-        raise Interrupted(f"stopped: {running.done} are in {file}") from None
+        raise Interrupted(f"stopped; complete rounds are in {file}") from None
     running.write("complete")
     result = Bench(running.report)
     print_table(result.table())
@@ -210,18 +219,8 @@ def new_report(
         "status": "running",
         "name": path.stem,
         "recipe": recipe.model_dump(exclude_none=True, exclude={"output"}),
-        "settings": {
-            "rounds": options.rounds,
-            "steps": options.steps,
-            "warmup": options.warmup,
-            "examples": options.examples,
-            "launch": options.launch,
-            "instead": list(options.instead),
-        },
-        "measured": contenders.measured,
-        "kept": contenders.kept,
-        "steppers": contenders.steppers,
-        "preparers": contenders.preparers,
+        "settings": {name: getattr(options, name) for name in SETTINGS},
+        **{name: getattr(contenders, name) for name in FACTS},
         "contenders": {
             name: {
                 "on": on,
@@ -242,27 +241,16 @@ class BenchRun:
     recipe: Recipe
     contenders: Contenders
     options: Options
+    instead: dict[str, dict[str, Any]]
+    """Plugin -> keys to set where it is off."""
     file: Path
     report: dict[str, Any]
     """Written after each round."""
 
     @property
-    def examples(self) -> int:
-        """Number of examples. Default: as many as the steps take."""
-        if self.options.examples is not None:
-            return self.options.examples
-        return (self.steps + 1) * self.recipe.train.batch_size
-
-    @property
     def steps(self) -> int:
         """Steps of a trial."""
         return self.options.warmup + self.options.steps
-
-    @property
-    def done(self) -> str:
-        """The complete rounds, in words."""
-        steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
-        return f"{format_count(steps, 'complete round')} of steps and {prepared} of preparing"
 
     def measure(self, runner: TrialRunner) -> None:
         """Run the rounds of steps, then those of preparation."""
@@ -290,9 +278,8 @@ class BenchRun:
 
     def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
         """Return the changes from --instead for plugins that are left out."""
-        parts = [text.partition(":") for text in self.options.instead]
-        pairs = [change.partition("=") for name, _, change in parts if name in left_out]
-        return {key: value_of(text) for key, _, text in pairs}
+        changes = [self.instead.get(name, {}) for name in left_out]
+        return {key: value for each in changes for key, value in each.items()}
 
     def train(self, runner: TrialRunner, left_out: Sequence[str]) -> Figures:
         """Train a trial; return its figures."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..base.errors import RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..recipe.parse import flatten
@@ -112,10 +114,6 @@ class Bench:
         both = zip(self.trials(one, part), self.trials(other, part), strict=False)
         return [(a, b) for a, b in both if not a["error"] and not b["error"]]
 
-    def step_ratio(self, one: str, other: str) -> Ratio | None:
-        """Return the speed of one contender's steps relative to another's."""
-        return speed_ratio(self.pairs(one, other), self.warmup)
-
     def results(self) -> Iterator[PluginResult]:
         """Yield the effects of each measured plugin."""
         for name in self.measured:
@@ -126,8 +124,8 @@ class Bench:
         result = PluginResult(name, name in self.report["steppers"])
         by_itself, without = alone(name), name_without(name)
         if result.steps:
-            result.alone = self.step_ratio(by_itself, BASELINE)
-            result.company = self.step_ratio(ALL, without)
+            result.alone = speed_ratio(self.pairs(by_itself, BASELINE), self.warmup)
+            result.company = speed_ratio(self.pairs(ALL, without), self.warmup)
             for device in ("host", "device"):
                 peaks = [self.peak(contender, device) for contender in (by_itself, BASELINE)]
                 if all(peaks):
@@ -165,17 +163,12 @@ def speed_ratio(pairs: list[tuple[Figures, Figures]], warmup: int) -> Ratio | No
     A step has the same examples in every trial, so each is compared with itself; the median of
     the steps counts, as other load on the machine slows some of them.
     """
-    seconds = [
-        [
-            [took / tokens for took, tokens in zip(trial["seconds"], trial["tokens"], strict=True)]
-            for trial in pair
-        ]
-        for pair in pairs
-    ]
-    ratios = [
-        statistics.median(b / a for a, b in zip(one[warmup:], other[warmup:], strict=True))
-        for one, other in seconds
-    ]
+    ratios = []
+    for one, other in pairs:
+        times = (
+            np.array(trial["seconds"][warmup:]) / trial["tokens"][warmup:] for trial in (other, one)
+        )
+        ratios.append(float(np.median(np.divide(*times))))
     return Ratio(tuple(ratios)) if ratios else None
 
 
@@ -212,12 +205,16 @@ def ensure_comparable(now: Bench, earlier: Bench) -> None:
     Speeds and memory of two machines do not say what has changed in the recipe.
     """
     old, new = (
-        {"machine": machine_line(bench.report["machine"])}
-        | {f"--{name}": value for name, value in bench.report["settings"].items()}
-        | flatten({k: v for k, v in bench.report["recipe"].items() if k != "plugins"})
+        flatten(
+            {
+                "machine": machine_line(bench.report["machine"]),
+                "settings": {**bench.report["settings"], "rounds": 0},
+                "recipe": {**bench.report["recipe"], "plugins": {}},
+            }
+        )
         for bench in (earlier, now)
     )
-    for name in sorted({*old, *new} - {"--rounds"}):
+    for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
             raise RecipeError(
                 f"--against: that bench has {name} = {old.get(name)}, and this one "

@@ -31,7 +31,7 @@ from ..registry.discover import FoundPlugin
 from ..registry.load import load
 from ..run import open as open_run
 from ..tokens.store import Tokens
-from .trials import PREPARED, prepare_data
+from .trials import prepare_data
 
 NO_STACK = "can't start new thread"
 """Python's message when a memory limit leaves no space for a thread's stack."""
@@ -143,9 +143,9 @@ def main() -> None:
     if len(sys.argv) == 2:
         for name in ("datasets", "torch", "transformers.models.auto.tokenization_auto"):
             importlib.import_module(name)  # before the clock starts
-        path.with_name(PREPARED).write_text(json.dumps(prepare(path)))
-        return
-    result = run(path, int(sys.argv[2]))
+        result = prepare(path)
+    else:
+        result = run(path, int(sys.argv[2]))
     rank = os.environ.get("RANK", "0")
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

@@ -39,7 +39,7 @@ from ..tokens.store import Tokens
 LEFT_OUT_ALWAYS = ("early_stop", "external_reports", "sampled_answers")
 """Capabilities whose plugins trials leave out: they are for whole runs."""
 MODULE = "plugsft.lab.trial"
-RECIPE, OUTPUT, PREPARED = "recipe.toml", "output.txt", "prepared.json"
+RECIPE, OUTPUT = "recipe.toml", "output.txt"
 """Files in the folder of a trial."""
 KILLED = ("SIGKILL", "Signal 9")
 """How launchers say that a rank was killed."""
@@ -162,10 +162,9 @@ class TrialRunner:
         changes = {f"plugins.{each.plugin}.{each.option}": None for each in caches}
         folder = self._write(self._whole, {**changes, "data.tokens": None}, without)
         words = [sys.executable, "-m", MODULE, str(folder / RECIPE)]
-        code, _ = run_process(words, folder / OUTPUT, PLUGSFT_CACHE=str(cache))
-        figures: dict[str, Any] = {"error": output_of(folder, code)}
-        if not code:
-            figures = json.loads((folder / PREPARED).read_text())
+        code, seconds = run_process(words, folder / OUTPUT, PLUGSFT_CACHE=str(cache))
+        trial = read_trial(folder, 0, code, seconds)
+        figures = trial.ranks[0] if trial.ranks else {"error": trial.error}
         shutil.rmtree(folder)
         return figures
 
@@ -191,28 +190,14 @@ def read_trial(folder: Path, steps: int, code: int, seconds: float) -> Trial:
     if (record := folder / "run/run.json").exists():
         trial.run = json.loads(record.read_text())
     if code or len(trial.steps) < steps or not trial.ranks:
-        output = output_of(folder, code)
+        output = (folder / OUTPUT).read_text(errors="replace").strip()
         errors = [rank["error"] for rank in trial.ranks if rank["error"]]
-        trial.error = "\n".join(dict.fromkeys(errors)) or output
-        trial.out_of_memory = any(rank["out_of_memory"] for rank in trial.ranks)
-        trial.out_of_memory |= killed(code, output) or (not errors and aborted_by_memory(output))
+        trial.error = "\n".join(dict.fromkeys(errors)) or output[-2000:] or f"exit code {code}"
+        # Only the kernel kills a rank, when memory runs out; a library names memory and ends.
+        signs = KILLED if errors else (*KILLED, *MEMORY, "MemoryError")
+        trial.out_of_memory = code == -signal.SIGKILL or any(sign in output for sign in signs)
+        trial.out_of_memory |= any(rank.get("out_of_memory") for rank in trial.ranks)
     return trial
-
-
-def output_of(folder: Path, code: int) -> str:
-    """Return the end of what a process printed, or its exit code."""
-    output = (folder / OUTPUT).read_text(errors="replace").strip()
-    return output[-2000:] or f"exit code {code}"
-
-
-def killed(code: int, output: str) -> bool:
-    """Tell whether a rank was killed: only the kernel does so, when memory runs out."""
-    return code == -signal.SIGKILL or any(message in output for message in KILLED)
-
-
-def aborted_by_memory(output: str) -> bool:
-    """Tell whether a library that ended the process named memory as its reason."""
-    return any(message in output for message in (*MEMORY, "MemoryError"))
 
 
 def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:

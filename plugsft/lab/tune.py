@@ -158,7 +158,7 @@ class Tuning:
         peak = max((rank.get("device") or rank["host"] for rank in trial.ranks), default=0)
         probes.peak = max(probes.peak, peak)
         if not trial.error:
-            speed = speed_of(trial)
+            speed = statistics.median(trial.of("tokens_per_second", WARMUP))
             probes.speeds.append(speed)
             result = f"{speed:,.0f} tokens/s, {format_size(peak)}"
         elif size == self.own and not trial.out_of_memory:
@@ -213,14 +213,6 @@ class Tuning:
             f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
         )
         return lines
-
-
-def speed_of(trial: Trial) -> float:
-    """Return tokens per second of the faster half of the steps: other processes only slow them."""
-    steps = sorted(trial.steps[WARMUP:], key=lambda step: -float(step["tokens_per_second"]))
-    fast = steps[: -(-len(steps) // 2)]
-    seconds = sum(float(step["step_seconds"]) for step in fast)
-    return sum(float(step["tokens"]) for step in fast) / seconds
 
 
 def keeps_steps(recipe: Recipe) -> bool:
