@@ -194,6 +194,7 @@ def test_any_value_of_any_key_converts_or_is_refused_by_name(tool, folder, capsy
                 assert str(error).startswith(str(folder / "c.yaml")), error
             else:
                 tomllib.loads(text)
+                assert not re.search("^ +#", text, re.M)  # no comment without its line
 
 
 SFT = {

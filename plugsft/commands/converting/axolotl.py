@@ -106,10 +106,7 @@ def convert(c: Conversion) -> None:
     training.set_precision(c, default=True)
     _set_lora(c)
     if c.value("model.dtype") == "bfloat16" and c.get("adapter") is None:
-        c.remarks.append(
-            "axolotl loads the model in bfloat16, and trains it so; plugsft stores trained weights "
-            'in float32 (16 bytes a weight), or with model.weights = "bfloat16" as axolotl does'
-        )
+        training.remark_weights(c)
     _set_speed(c)
     if c.get("wandb_project") and c.read("use_wandb", True):
         training.set_trackers(c, ["wandb"], "wandb_project", "wandb_name", "wandb_project")

@@ -24,16 +24,6 @@ COLUMNS = {
 """Column in dataset_info.json -> plugsft's column."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns that plugsft reads as chats."""
-TAGS = {
-    "role_tag": ("role", "from"),
-    "content_tag": ("content", "value"),
-    "user_tag": ("user", "human"),
-    "assistant_tag": ("assistant", "gpt", "model"),
-    "observation_tag": ("tool", "observation", "function_response"),
-    "function_tag": ("function_call", "tool_call"),
-    "system_tag": ("system",),
-}
-"""Tag -> the names that plugsft reads."""
 DPO: Copied = {
     "pref_loss": ("plugins.dpo.loss", "sigmoid"),
     "pref_beta": ("plugins.dpo.beta", 0.1),
@@ -172,11 +162,6 @@ def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> di
         )
     if entry.get("subset"):
         c.leave("dataset", CONFIG)
-    for tag, value in entry.get("tags", {}).items():
-        if value not in TAGS.get(tag, ()):
-            c.leave(
-                "dataset", f"{tag} {value}: use one of {TAGS.get(tag, ())}, renamed in the data"
-            )
     hub = entry.get("hf_hub_url")
     place = str(hub or folder / entry.get("file_name", f"{name}.json"))
     split, limit = entry.get("split", "train"), c.read("max_samples", 0) or entry.get("num_samples")

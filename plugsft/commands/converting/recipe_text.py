@@ -67,7 +67,8 @@ def _with_comments(c: Conversion, text: str) -> list[str]:
     for line in text.strip().split("\n"):
         if line.startswith("["):
             table = line.strip("[]")
-        key = table if line.startswith("[") else f"{table}.{line.partition(' = ')[0]}".strip(".")
+        name = line.partition(" = ")[0]
+        key = table if line.startswith("[") else f"{table}.{name}" if table else name
         comment = printable(c.lines[key].comment) if key in c.lines else ""
         lines.append(f"{line.ljust(32)} # {comment}" if comment else line)
     return lines

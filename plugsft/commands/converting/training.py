@@ -222,6 +222,14 @@ def set_precision(c: Conversion, default: bool) -> None:
         )
 
 
+def remark_weights(c: Conversion) -> None:
+    """Say how trained weights are stored, which the other tools load in bfloat16."""
+    c.remarks.append(
+        f"{c.tool} trains weights in bfloat16; plugsft stores them in float32 (16 bytes a weight), "
+        'which loses no small steps, or with model.weights = "bfloat16" as the other tool does'
+    )
+
+
 def set_attention(c: Conversion, key: str) -> None:
     """Write the attention kernel."""
     if c.read(key, "sdpa").startswith(FLASH):

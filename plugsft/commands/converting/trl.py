@@ -69,10 +69,7 @@ def convert(c: Conversion) -> None:
     if c.get(key) == "float16":
         c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
     elif c.get(key) in ("bfloat16", "auto") and "plugins.lora.r" not in c.lines:
-        c.remarks.append(
-            f"{key}: {c.get(key)}: plugsft stores trained weights in float32, which loses no small "
-            'steps and takes 16 bytes a weight; model.weights = "bfloat16" stores them as TRL does'
-        )
+        training.remark_weights(c)
 
 
 def _set_data(c: Conversion) -> None:
