@@ -22,7 +22,7 @@ from transformers import (
 
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import recipes as command
-from plugsft.commands.audit import recipe as preflight
+from plugsft.commands.inspect import check_recipe as preflight
 from plugsft.model.config import ensure_plain_loss
 from plugsft.output.disk_space import parameters
 from plugsft.recipe.tables import Scratch
@@ -132,22 +132,23 @@ def test_a_recipe_that_cannot_be_read_ends_the_check(tiny, check):
 
 
 def test_rows_that_would_be_left_out_or_cut_are_warned_of(tiny, check):
-    rows = [*chats(20), {"messages": []}]
+    rows, longer = [*chats(20), {"messages": []}], "longer than data.max_length = 24"
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24}))
     assert not found.problems
     assert any("line 21: 'messages' is" in line and "dropped" in line for line in found.warn)
-    assert any("longer than 24" in line and line.endswith("; cut") for line in found.warn)
+    assert any(longer in line and line.endswith("; cut") for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "drop"}))
-    assert any("longer than 24" in line and "dropped" in line for line in found.warn)
+    assert any(longer in line and "dropped" in line for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "error"}))
-    assert any("longer than 24" in line and "too_long" in line for line in found.problems)
+    assert any(longer in line and "too_long" in line for line in found.problems)
 
 
 def test_data_without_a_trained_token_is_a_problem(tiny, tmp_path, check):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 5
     found = check(tiny(rows, data={"on_bad_row": "drop"}))
     assert found.problems == [
-        f"{tmp_path / 'data.jsonl'}: no token to train on in the first 5 rows. Correct them"
+        f"{tmp_path / 'data.jsonl'}: no row has a token to train on: lines 1, 2, 3, 4, 5: no "
+        "trained token. Correct them"
     ]
 
 

@@ -15,7 +15,7 @@ from test_launch import config
 from test_precision import SEES
 
 from plugsft.base.errors import LaunchError, TrainError
-from plugsft.commands.audit.recipe import gpu_without_bfloat16
+from plugsft.commands.inspect.check_recipe import gpu_without_bfloat16
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.precision import mixed_precision
 from plugsft.recipe.tables import Model

@@ -25,7 +25,7 @@ from plugin_packages import activate, install
 
 from plugsft.base import build_once
 from plugsft.base.atomic import damage
-from plugsft.commands.audit.prepare import prepare_data
+from plugsft.commands.inspect.prepare import prepare_data
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 

@@ -55,7 +55,7 @@ def check(
     loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..start.output import option_to_start
-    from .audit.recipe import check_recipe
+    from .inspect.check_recipe import check_recipe
 
     check_recipe(loaded, active, recipe, ranks)
     words = same_words(recipe, overrides, without)

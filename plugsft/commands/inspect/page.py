@@ -26,30 +26,16 @@ def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[V
 
 
 def _head(name: str, audits: Sequence[Audit]) -> str:
-    findings = [("error", audit.name, text) for audit in audits for text in audit.errors]
-    findings += [("warning", audit.name, text) for audit in audits for text in audit.warnings]
-    kinds = [kind for kind, *_ in findings]
-    counts = [
-        format_count(kinds.count(kind), kind) for kind in ("error", "warning") if kind in kinds
-    ]
-    status, mark = " and ".join(counts) or "no problems", kinds[0] if findings else "good"
-    items = "".join(
-        f'<li class="{kind}"><b>{kind}</b><span>{escape(source)}</span>{escape(text)}</li>\n'
-        for kind, source, text in findings
-    )
     sampled = sum(len(audit.sample.rows) for audit in audits)
     rows = format_count(sum(audit.total for audit in audits), "row")
-    return f"""<p class="meta"><span class="status {mark}">{status}</span></p>
-<h1>{escape(name)}</h1>
-<p class="result">{sampled:,} of {rows} examined.</p>
-<ul class="findings">{items}</ul>"""
+    return f'<h1>{escape(name)}</h1>\n<p class="result">{sampled:,} of {rows} examined.</p>'
 
 
 def _source(audit: Audit) -> str:
     tables = _histogram(audit) if len(audit.lengths) else ""
     facts = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(words)}</dd></div>\n"
-        for label, words in audit.facts
+        f'<div class="{label}"><dt>{label}</dt><dd>{escape(text)}</dd></div>\n'
+        for label, text in audit.lines
     )
     return f"""<h2>{escape(audit.name)}</h2>
 <p class="small">{escape(audit.extent)}</p>

@@ -14,12 +14,12 @@ from ...base.types import Ints, Rows
 from ...data.chat import Chat
 from ...data.jsonl import name_rows
 from ...data.sample import Sample, sample_ranges
-from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ...data.slices import ShardWriter
 from ...data.sources import OpenSource
 from ...recipe.tables import Data
 from ...registry.active import Active
 from ...tokens.store import Tokens
-from .chats import judge_chats
+from .findings import judge_chats, judge_rows
 
 SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""
@@ -49,6 +49,12 @@ class Audit:
     errors: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """The facts, then the findings."""
+        warnings = [("warning", text) for text in self.warnings]
+        return [*self.facts, *warnings, *(("error", text) for text in self.errors)]
 
     @property
     def total(self) -> int:
@@ -86,11 +92,12 @@ def audit(
         _measure(result)
         _judge_tokens(result, work)
     result.facts += [("unused", ", ".join(sample.shard.unread) or "no column")]
-    result.warnings += describe_warnings(sample.shard.warnings, rows)
     chats, warnings = judge_chats(sample, work, opened[source], active)
     result.facts += [("chats", chats)] if chats else []
-    result.warnings += warnings
-    _judge_rows(result, data)
+    over = int((lengths - data.max_length).clip(0).sum())
+    errors, more = judge_rows(sample, rows, data, f"cut by {over:,} tokens")
+    result.errors += errors
+    result.warnings += [*warnings, *more]
     return result
 
 
@@ -165,7 +172,6 @@ def _measure(result: Audit) -> None:
         earlier = first_row.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
         if earlier != row:
             repeats[row] = earlier
-    facts.append(("duplicates", result.name_rows([*repeats]) if repeats else "none"))
     if repeats:
         row, earlier = next(iter(repeats.items()))
         result.warnings.append(
@@ -227,33 +233,3 @@ def _covers(
         for span in spans
         if header and header.startswith(spellings[span[0]])
     )
-
-
-def _judge_rows(result: Audit, data: Data) -> None:
-    """Find the rows that stop the run, or are dropped or cut."""
-    shard = result.sample.shard
-    by_row = sorted(shard.bad.items(), key=lambda item: item[1])
-    bad = [f"{result.name_rows(rows)}: {reason}" for reason, rows in by_row]
-    result.facts += [("bad rows", text) for text in bad or ["none"]]
-    for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
-        result.facts.append((label, result.name_rows(rows) if rows else "none"))
-    if not shard.examples:
-        reasons = "; ".join(bad) or f"all are longer than data.max_length = {data.max_length:,}"
-        cure = cure_bad(shard.bad, drop=False)
-        result.errors.append(f"no row has a token to train on: {reasons}{cure}")
-        return
-    if data.on_bad_row == "error":
-        cures = (cure_bad({reason: rows}) for reason, rows in by_row)
-        result.errors += [text + cure for text, cure in zip(bad, cures, strict=True)]
-    else:
-        result.warnings += bad
-    over = int((result.lengths - data.max_length).clip(0).sum())
-    if shard.too_long and data.too_long == "error":
-        result.errors.append(
-            f"{result.name_rows(shard.too_long)}: longer than {data.max_length} tokens{CURE_LONG}"
-        )
-    elif longer := shard.too_long or shard.truncated:
-        fate = "dropped" if shard.too_long else f"cut by {over:,} tokens"
-        result.warnings.append(
-            f"{result.name_rows(longer)}: longer than data.max_length = {data.max_length:,}; {fate}"
-        )

@@ -1,10 +1,15 @@
-"""What a chat template makes of a sample's conversations."""
+"""Findings about rows, which `check` and `inspect` share, and the lines of `plugsft check`."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
+from rich.text import Text
+
+from ...base.console import out
+from ...base.errors import PlugsftError
+from ...base.types import Rows
 from ...data.chat import Chat
 from ...data.formats import TEXTS, format_of, read_chat
 from ...data.jsonl import name_rows
@@ -12,9 +17,69 @@ from ...data.messages import BadRow, Conversation
 from ...data.prepare import describe_unrolled
 from ...data.render import renamed, without
 from ...data.sample import Sample
-from ...data.slices import ShardWriter
+from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, read_lead_row
+from ...recipe.tables import Data
 from ...registry.active import Active
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+class Findings:
+    """Print a line per subject, and collect problems until the end."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def ok(self, subject: str, text: str) -> None:
+        """Print that a subject is fine."""
+        self._line("ok", subject, text)
+
+    def warn(self, subject: str, text: str) -> None:
+        """Warn of something that works but may be a mistake."""
+        self._line("warn", subject, text)
+
+    @contextmanager
+    def about(self, subject: str) -> Iterator[None]:
+        """Collect errors of the body, so that the checks go on."""
+        try:
+            yield
+        except PlugsftError as error:
+            new = [line for line in str(error).splitlines() if line not in self.problems]
+            self.problems += new
+            if new:
+                self._line(
+                    "fail", subject, "see the end" if len(new) == 1 else f"{len(new)} problems"
+                )
+
+    def _line(self, mark: str, subject: str, text: str) -> None:
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))
+
+
+def judge_rows(
+    sample: Sample, rows: Rows, data: Data, cut: str = "cut"
+) -> tuple[list[str], list[str]]:
+    """Name the rows that stop the run, then those that are dropped, cut or unusual."""
+    shard, errors = sample.shard, list[str]()
+    warnings = describe_warnings(shard.warnings, rows)
+    for reason, numbers in sorted(shard.bad.items(), key=lambda item: item[1]):
+        text = f"{name_rows(numbers, rows)}: {reason}"
+        if data.on_bad_row == "error":
+            errors.append(text + cure_bad({reason: numbers}))
+        else:
+            warnings.append(f"{text}; dropped")
+    for numbers, fate in ((shard.too_long, "dropped"), (shard.truncated, cut)):
+        text = f"{name_rows(numbers, rows)}: longer than data.max_length = {data.max_length:,}"
+        if numbers and data.too_long == "error":
+            errors.append(text + CURE_LONG)
+        elif numbers:
+            warnings.append(f"{text}; {fate}")
+    if not shard.examples:
+        reasons = [f"{name_rows(numbers, rows)}: {why}" for why, numbers in shard.bad.items()]
+        why = "; ".join(reasons) or f"all are longer than data.max_length = {data.max_length:,}"
+        cure = cure_bad(shard.bad, drop=False)
+        return [f"no row has a token to train on: {why}{cure}"], []
+    return errors, warnings
 
 
 def judge_chats(

@@ -25,6 +25,7 @@ from .token_lines import draw, has_colour, legend
 from .token_view import View, views
 
 BAR = 40
+STYLES = {"warning": "yellow"}
 
 
 def inspect_data(
@@ -99,10 +100,9 @@ def _print_audit(result: Audit) -> None:
     if len(result.lengths):
         for line in _bars(histogram(result.lengths)):
             say(line)
-    for label, text in result.facts:
-        say(f"{label:<11}{text}")
-    for warning in result.warnings:
-        out.print(Text.assemble(("warning    ", "yellow"), warning))
+    for label, text in result.lines:
+        if label != "error":  # errors end the command
+            out.print(Text.assemble((f"{label:<11}", STYLES.get(label, "")), text))
     say("")
 
 

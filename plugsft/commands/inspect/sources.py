@@ -6,18 +6,16 @@ from tempfile import TemporaryDirectory
 from ...base.console import format_count
 from ...base.errors import DataError
 from ...batches.estimate import EstimatedColumns
-from ...data.jsonl import name_rows
 from ...data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
-from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ...data.slices import ShardWriter
 from ...data.sources import OpenSource, ensure_columns, open_source
 from ...model.checks import check_weights
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
 from ...registry.active import Active
-from .chats import judge_chats
 from .examples import Examples
-from .findings import Findings
+from .findings import Findings, judge_chats, judge_rows
 
 ROWS = 100
 """Rows of each source that are rendered and encoded."""
@@ -115,25 +113,10 @@ def _rows(
 ) -> Examples:
     """Prepare the first rows of a source; estimate the examples of all."""
     sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
-    shard, data, rows = sample.shard, recipe.data, opened[number].part(0, len(opened[number]))
-    problems, warnings = list[str](), list[str]()
-    for reason, numbers in sorted(shard.bad.items(), key=lambda item: item[1]):
-        text = f"{name_rows(numbers, rows)}: {reason}"
-        if data.on_bad_row == "error":
-            problems.append(text + cure_bad({reason: numbers}))
-        else:
-            warnings.append(f"{text}; dropped")
-    too_long = f"longer than {data.max_length} tokens"
-    if shard.too_long:
-        text = f"{name_rows(shard.too_long, rows)}: {too_long}"
-        if data.too_long == "error":
-            problems.append(text + CURE_LONG)
-        else:
-            warnings.append(f"{text}; dropped")
+    shard, rows = sample.shard, opened[number].part(0, len(opened[number]))
+    problems, warnings = judge_rows(sample, rows, recipe.data)
     first = f"the first {len(sample.rows):,} rows" if len(sample.rows) > 1 else "the first row"
-    if not shard.examples and not problems:
-        problems.append(f"no token to train on in {first}{cure_bad(shard.bad, drop=False)}")
-    if shard.examples and not problems:
+    if not problems:
         several = shard.unrolled
         usable = len({*sample.tokens.rows.tolist()})
         share = "" if usable == len(sample.rows) else f"{usable:,} of "
@@ -144,9 +127,6 @@ def _rows(
             f"{shard.tokens / shard.examples:,.0f} tokens each, "
             f"{shard.trained / shard.tokens:.0%} of them trained on",
         )
-    if shard.truncated:
-        warnings.append(f"{name_rows(shard.truncated, rows)}: {too_long}; cut")
-    warnings += describe_warnings(shard.warnings, rows)
     warnings += judge_chats(sample, work, opened[number], active)[1]
     for warning in warnings:
         findings.warn("rows", f"{source}: {warning}")
