@@ -438,6 +438,27 @@ def test_what_returns_nothing_or_raises_is_refused(install, code, words):
     refuse(testing.summary, *words)
 
 
+ANSWERS = """
+from plugsft.kit import AnswerLoss
+
+@plugin(affects_results=["power"])
+class Answers(AnswerLoss):
+    "Train each answer as much as any other, however long it is."
+
+    power: float = 1.0
+
+    def losses(self, model, batch, token_nll):
+        log_probs, _ = self.score(model, batch, token_nll)
+        means = -log_probs / batch["_targets"] ** self.power
+        return means, {"mean_nll": means}
+"""
+
+
+def test_a_loss_over_whole_answers_learns_the_same_on_two_ranks(install):
+    install(ANSWERS)
+    testing.ranks_agree("bad", tables={"train": {"batch_size": 6, "micro_batch": 2}})
+
+
 def test_a_run_that_is_too_short_to_resume_is_named(install):
     install(GOOD)
     refuse(testing.resumes, "train for at least 4 steps", tables={"train": {"steps": 2}})

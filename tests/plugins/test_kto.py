@@ -35,7 +35,7 @@ from plugsft.base.machine import look
 from plugsft.kit import lay_out
 from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward, plugin_metrics
 from plugsft.plugins.kto.steps import Mismatched
-from plugsft.ranks.trained_model import evaluating
+from plugsft.ranks.trained_model import TrainedModel, evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 from plugsft.run import OpenRun
@@ -548,6 +548,18 @@ def test_the_model_s_dropout_is_off(tmp_path):
     run = Run(tmp_path / "run", model={"path": str(tmp_path / "dropping")})
     _, metrics = run.losses()
     assert metrics["reward_desirable"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_reference_is_loaded_once_for_training_and_evaluation(tmp_path, monkeypatch):
+    load, calls = TrainedModel.load_frozen, []
+
+    def load_frozen(self, *path):
+        calls.append(path)
+        return load(self, *path)
+
+    monkeypatch.setattr(TrainedModel, "load_frozen", load_frozen)
+    Run(tmp_path, evaluates=True)
+    assert len(calls) == 1
 
 
 NOISY = """
