@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Capability, ModelLoad, Place, Recipe, hookimpl, plugin, state
+from plugsft import Capability, Machine, ModelLoad, Place, Recipe, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -74,15 +74,15 @@ class Lora:
     """The plugin that reads the head's frozen weight."""
     has_reference: bool = state(False)
     """Whether a plugin computes with the model before training, by turning adapters off."""
-    sharded: bool = state(False)
-    """Whether ranks shard the model."""
+    strategy: str = state("")
+    """How ranks shard the model."""
     model: Any = state()
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe, machine: Machine) -> None:
         """Refuse wrong settings, and names that are not in the model."""
         self.seed, self.fused_head = recipe.train.seed, recipe.provides("fused_head")
-        self.dtype = recipe.model.dtype
+        self.dtype, self.strategy = recipe.model.dtype, machine.strategy
         reference = recipe.provides("reference_model")
         self.has_reference = reference is not None and not reference.value
         from .options import ensure_options_work
@@ -104,7 +104,6 @@ class Lora:
         from .adapters import add_adapters, store_frozen_weights_in
         from .continued import settings_of
 
-        self.sharded = load.empty
         settings, trained = settings_of(self)
         if self.train_new_tokens or settings.dora or settings.modules_to_save:
             load.empty = False  # they start from the base's weights

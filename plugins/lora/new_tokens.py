@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
 from plugsft import ModelLoad, RecipeError
 
 from .targets import head_and_embeddings, is_tied, name_of, reward_head
@@ -21,8 +19,7 @@ def trained_rows(
     rows = sorted({*load.new_tokens}) if plugin.train_new_tokens else []
     if not rows:
         return None
-    zero3: Any = is_deepspeed_zero3_enabled
-    if plugin.sharded and (zero3() or is_tied(model)):
+    if plugin.strategy == "zero3" or (plugin.strategy and is_tied(model)):
         raise RecipeError(
             "plugins.lora.train_new_tokens: the rows are written into whole embeddings"
             + (", which are the head too" if is_tied(model) else "")

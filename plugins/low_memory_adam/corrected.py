@@ -26,13 +26,8 @@ MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
 def make_corrected(model: Module, train: Train) -> Optimizer:
     """Make the optimizer of all trained weights."""
-    return CorrectedAdamW(
-        decay_groups(model, train.weight_decay),
-        lr=train.learning_rate,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        seed=train.seed,
-    )
+    groups, betas = decay_groups(model, train.weight_decay), (train.beta1, train.beta2)
+    return CorrectedAdamW(groups, train.learning_rate, betas, train.eps, train.seed)
 
 
 class CorrectedAdamW(Optimizer):

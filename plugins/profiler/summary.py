@@ -54,18 +54,14 @@ def profile_of(
     recorder: StepRecorder, shares: dict[str, float], ranks: list[dict[str, float]]
 ) -> StepProfile:
     """Return the figures that the rules for bottlenecks need."""
-    steps, counter = len(recorder.steps), recorder.operators
-    profile = StepProfile(shares, ranks, recorder.micro_batches / steps)
+    micro_batches, counter = recorder.micro_batches / len(recorder.steps), recorder.operators
     if counter is None:
-        return profile
-    operator_seconds = recorder.forward_cpu_seconds / counter.operators
-    launch_bound = operator_seconds <= SMALL_OPERATOR
+        return StepProfile(shares, ranks, micro_batches)
+    seconds = recorder.forward_cpu_seconds / counter.operators
+    launch_bound = seconds <= SMALL_OPERATOR
     if recorder.clock.on_gpu:
         launch_bound = recorder.idle_steps >= 0.8 * recorder.clock.steps
-    logits = counter.logits / counter.tokens * recorder.largest
-    return profile._replace(
-        launch_bound=launch_bound,
-        operators=counter.operators,
-        operator_seconds=operator_seconds,
-        logits_bytes=LOGIT_BYTES * logits,
+    logits_bytes = LOGIT_BYTES * counter.logits / counter.tokens * recorder.largest
+    return StepProfile(
+        shares, ranks, micro_batches, launch_bound, counter.operators, seconds, logits_bytes
     )

@@ -120,10 +120,13 @@ class MuonAndAdamW(Optimizer):
             for weight in layer.parameters()
             if len(weight.shape) == 2
         }
-        groups = decay_groups(model, decay)
         inner: list[Optimizer] = []
-        matrices = _select(groups, lambda weight: id(weight) in in_layers)
-        others = _select(groups, lambda weight: id(weight) not in in_layers)
+        matrices, others = list[dict[str, Any]](), list[dict[str, Any]]()
+        for group in decay_groups(model, decay):
+            for belongs, groups in ((True, matrices), (False, others)):
+                chosen = [it for it in group["params"] if (id(it) in in_layers) == belongs]
+                if chosen:
+                    groups.append(group | {"params": chosen})
         rate = train.learning_rate
         if matrices:
             # Its updates are as large as AdamW's, so both can have the same learning rate.
@@ -138,12 +141,3 @@ class MuonAndAdamW(Optimizer):
         """Update all weights."""
         for optimizer in self.inner:
             optimizer.step()
-
-
-def _select(groups: list[dict[str, Any]], belongs: Any) -> list[dict[str, Any]]:
-    """Return the groups with the weights that belong; no empty groups."""
-    selected = [
-        group | {"params": [weight for weight in group["params"] if belongs(weight)]}
-        for group in groups
-    ]
-    return [group for group in selected if group["params"]]

@@ -556,7 +556,7 @@ def test_a_run_says_who_encoded(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("counts", "says"),
     [
-        ({}, None),
+        ({}, ""),
         ({"gigatoken": 20_000, OWN: 0}, "gigatoken encoded 20,000 of 20,000 texts"),
         ({OWN: 1_500}, "the model's own tokenizer encoded 1,500 texts"),
         ({"gigatoken": 3, "fastokens": 4}, "gigatoken encoded 3, fastokens encoded 4 of 7 texts"),
