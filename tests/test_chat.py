@@ -19,10 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from plugsft.base.errors import PlugsftError
-from plugsft.commands.runs import chat as talk
-from plugsft.commands.runs.answers import Answers
-from plugsft.commands.runs.model_folder import model_folder
 from plugsft.data.load_tokenizer import stop_ids
+from plugsft.export import chat as talk
+from plugsft.export.answers import Answers
+from plugsft.export.folder import model_folder
 from plugsft.output.folder import LOCK
 
 ANSWERS = {

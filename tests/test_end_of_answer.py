@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from plugsft.commands.runs import chat
 from plugsft.data.load_tokenizer import end_generation
+from plugsft.export import chat
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 # A template of each family, and the token that ends an assistant's turn in it.

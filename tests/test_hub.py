@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 
 from plugsft import PlugsftError
 from plugsft.base.atomic import damage
-from plugsft.commands.runs.card import is_edited, model_card
-from plugsft.commands.runs.model_folder import ensure_model
+from plugsft.export.card import is_edited, model_card
+from plugsft.export.folder import ensure_model
 
 LOAD = """
 import sys, torch
@@ -133,7 +133,7 @@ def check_card(text, name):
 CASES = """
 import os, sys
 from plugsft import cli
-from plugsft.commands.runs import hub
+from plugsft.export import hub
 run, reader, owner = sys.argv[1:]
 hub.PAUSES = ()
 words = ["export", run, "--to"]

@@ -13,10 +13,10 @@ from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands import json_schema
 from plugsft.commands import recipe_overview as overview
-from plugsft.commands.runs.results import show_run
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.output.record import Record
+from plugsft.output.results import show_run
 from plugsft.registry.contracts import SPECS, is_stage
 from plugsft.registry.discover import find
 from plugsft.registry.load import load

@@ -100,14 +100,14 @@ class FinishedRun:
 
         run.generate(["What is a checkpoint?"], max_tokens=64)
         """
-        from ..commands.runs.answers import Answers
+        from ..export.answers import Answers
 
         options = Answers(max_tokens, temperature, system, top_p, top_k, repetition_penalty, seed)
         prompts = [prompts] if isinstance(prompts, str) else prompts
         _ensure_prompts(prompts)
         with errors():
             model, tokenizer = self._loaded
-            from ..commands.runs.chat import make_speaker
+            from ..export.chat import make_speaker
             from .isolation import isolated
 
             with isolated():
@@ -116,11 +116,11 @@ class FinishedRun:
 
     @cached_property
     def _loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        from ..commands.runs.answers import Answers
-        from ..commands.runs.model_folder import model_folder
+        from ..export.answers import Answers
+        from ..export.folder import model_folder
 
         folder = model_folder(self.folder)
-        from ..commands.runs.chat import open_speaker
+        from ..export.chat import open_speaker
         from .isolation import isolated
 
         with isolated():
@@ -128,7 +128,7 @@ class FinishedRun:
             return speaker.model, speaker.tokenizer
 
     def _figures(self) -> list[tuple[str, str]]:
-        from ..commands.runs.results import summarize
+        from ..output.results import summarize
 
         return [pair for pair in summarize(self.folder) if pair[0] not in ("machine", "talk")]
 

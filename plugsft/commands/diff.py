@@ -16,6 +16,6 @@ def diff(
     ],
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""
-    from .runs import diff
+    from ..output import diff
 
     diff.diff(first, second)

@@ -7,10 +7,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..base.console import say
+from ..base.hub_names import is_hub_name
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.load import load
-from .hub_names import is_hub_name
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 PATIENCE = 5.0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..base.errors import PlugsftError
-from .hub_names import HUB
+from ..base.hub_names import HUB
 from .options import Trusted, Without
 
 MODELS = "Default: as the model's generation_config says."
@@ -44,13 +44,13 @@ def chat(
     trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""
-    from .runs.answers import Answers
-    from .runs.model_folder import model_folder
+    from ..export.answers import Answers
+    from ..export.folder import model_folder
 
     options = Answers(max_tokens, temperature, system, top_p, top_k, repetition_penalty, seed)
     folder = model_folder(output)
     # A missing folder is reported before anything heavy is imported.
-    from .runs import chat
+    from ..export import chat
 
     chat.chat(folder, ask or [], options, trust_remote_code)
 
@@ -87,21 +87,21 @@ def export(
     trust_remote_code: Trusted = False,
 ) -> None:
     """Copy, upload or merge a model, or make one of a checkpoint."""
-    from .runs.model_folder import ensure_exportable, ensure_model, has_model
+    from ..export.folder import ensure_exportable, ensure_model, has_model
 
     if dtype and not merge:
         raise PlugsftError("--dtype is for merged weights; add --merge, or leave it out")
     if str(to).startswith(HUB):
         ensure_model(output)
-        from .runs.hub import Repository
-        from .runs.verified import source_of
+        from ..export.folder import source_of
+        from ..export.hub import Repository
 
         repository = Repository(str(to).removeprefix(HUB), public)
         if has_model(output) and not merge:
             repository.upload(source_of(output), output)
             return
         from ..base.atomic import temporary_ending
-        from .runs import export
+        from ..export import export
 
         parent = output.absolute().parent
         with TemporaryDirectory(temporary_ending(), ".export-", parent) as temporary:
@@ -115,6 +115,6 @@ def export(
         raise PlugsftError("--public is for the hub; add --to hub:OWNER/NAME, or leave it out")
     target = ensure_exportable(output, merge, to)
     # A missing folder is reported before anything heavy is imported.
-    from .runs import export
+    from ..export import export
 
     export.export(output, merge, target, without or [], trust_remote_code, dtype=dtype)

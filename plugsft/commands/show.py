@@ -19,7 +19,7 @@ def show(
     if place.is_dir() and overrides:
         raise RecipeError(f"{overrides[0]}: {place} is a run's folder, whose results are fixed")
     if place.is_dir():
-        from .runs.results import show_run
+        from ..output.results import show_run
 
         show_run(place)
     else:

@@ -23,7 +23,7 @@ from transformers import __version__ as transformers_version
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
-from plugsft.commands.runs.quantized import add_adapters
+from plugsft.export.quantized import add_adapters
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from plugsft import RecipeError
 from plugsft.base.errors import PlugsftError
 from plugsft.base.machine import look
-from plugsft.commands.runs.export import load_adapters
+from plugsft.export.export import load_adapters
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check

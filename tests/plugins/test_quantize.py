@@ -33,9 +33,9 @@ from transformers import (
 from plugsft import PluginError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.commands.runs.chat import load as load_for_chat
-from plugsft.commands.runs.export import compute_logits, load_adapters
 from plugsft.data.defaults import DataDefaults
+from plugsft.export.chat import load as load_for_chat
+from plugsft.export.export import compute_logits, load_adapters
 from plugsft.kit import num_weights
 from plugsft.lab.forecast.meta_model import MetaModel
 from plugsft.model.config import load_config

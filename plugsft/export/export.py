@@ -1,5 +1,6 @@
 """`plugsft export`: copy a trained model and verify the copy, or merge its adapters."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +16,27 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...base.atomic import MANIFEST, publish, temporary_ending
-from ...base.checksums import file_digest
-from ...base.console import say
-from ...base.errors import CheckpointError, PlugsftError
-from ...base.load_errors import explain_load_error
-from ...data.load_tokenizer import end_generation
-from ...model.load import grow_embeddings
-from ...output.folder import ADAPTER, base_model
-from ...ranks.launch import silence_libraries
-from ...recipe.read import read
+from ..base.atomic import MANIFEST, publish, temporary_ending
+from ..base.checksums import file_digest
+from ..base.console import say
+from ..base.errors import CheckpointError, PlugsftError
+from ..base.load_errors import explain_load_error
+from ..base.machine import look
+from ..batches.defaults import BatchDefaults
+from ..data.defaults import DataDefaults
+from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
+from ..model.defaults import ModelDefaults
+from ..model.load import grow_embeddings, make_load
+from ..output.folder import ADAPTER, base_model
+from ..ranks.launch import silence_libraries
+from ..ranks.shard_files import ShardReader
+from ..ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
+from ..recipe.read import read
+from ..registry.active import check
+from ..registry.load import load
 from .card import add_card, run_of
-from .from_checkpoint import restore
-from .model_folder import checkpoint_of, has_model, is_reward_model
+from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model, source_of
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
-from .verified import ensure_no_links, source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -223,3 +230,48 @@ def ensure_close(logits: Tensor, expected: Tensor, act: str, tolerance: float = 
             f"{act} has changed the logits by {error:.1e} of the largest, and {tolerance:.0e} is "
             "allowed; nothing is written. Use the adapters as they are"
         )
+
+
+def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, name: str) -> None:
+    """Write a checkpoint's model as its run would have at the end.
+
+    `trusted` overrides the run's recipe, which may be someone else's. `name` loads the model.
+    """
+    silence_libraries()
+    output = path.parent.parent
+    overrides = [
+        f"output={json.dumps(str(output))}",
+        f"model.trust_remote_code={str(trusted).lower()}",
+    ]
+    recipe, active = load(output / "recipe.toml", overrides, without)
+    hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
+    with active.name_failing_plugin():
+        check(active, recipe, look(), ["optimize_model"])  # no other hook is called here
+        from_scratch = recipe.model.scratch is not None
+        scratch = find_folder(output / "scratch", "model-*") if from_scratch else Path()
+        trained_tokenizer = from_scratch and not recipe.model.tokenizer
+        folder = find_folder(output / "scratch", "tokenizer-*") if trained_tokenizer else Path()
+        tokenizer = load_tokenizer(recipe.model, folder)
+        how = make_load(recipe.model, scratch)
+        how.new_tokens = new_ids(recipe.model, tokenizer)
+        model: Any = hooks.optimize_model(load=how)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    with torch.no_grad(), ShardReader(path) as reader:
+        ensure_same_parameters(reader, trained, reader.names_of(WEIGHTS))
+        fill_weights(reader, trained, exact=False)
+    end_generation(model, tokenizer)
+    with publish(target) as building:
+        model.save_pretrained(building)
+        tokenizer.save_pretrained(building)
+        add_card(building, path, name)
+
+
+def find_folder(folder: Path, pattern: str) -> Path:
+    """Return the only folder that matches a pattern."""
+    matches = sorted(folder.glob(pattern))
+    if len(matches) != 1:
+        raise PlugsftError(
+            f"{folder}: should hold one {pattern}, and holds {len(matches)}; resume the run "
+            "(--resume), which knows its own"
+        )
+    return matches[0]

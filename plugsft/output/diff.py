@@ -11,14 +11,14 @@ from typing import Any
 
 from rich.text import Text
 
-from ...base.console import out, say
-from ...base.errors import PlugsftError
-from ...data.cache_key import differences
-from ...output.folder import read_run
-from ...output.run_record import Data, RunRecord, finite
-from ...recipe.parse import flatten
-from ...recipe.read import read
-from ...registry.discover import BUNDLED
+from ..base.console import out, say
+from ..base.errors import PlugsftError
+from ..data.cache_key import differences
+from ..recipe.parse import flatten
+from ..recipe.read import read
+from ..registry.discover import BUNDLED
+from .folder import read_run
+from .run_record import Data, RunRecord, finite
 
 NARROW, WIDE = 12, 36
 """Least and most characters of a column; a longer value has a line of its own."""

@@ -11,16 +11,16 @@ import tomli_w
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from ...base.console import hide_queries
-from ...base.errors import PlugsftError
-from ...base.limits import parse_toml, read_text
-from ...base.step_folders import parse_step
-from ...output.folder import ADAPTER, as_of, base_model, read_run
-from ...output.run_record import RunRecord
-from ...recipe.capabilities import Capability
-from ..hub_names import is_hub_name
-from .model_folder import is_reward_model
-from .results import describe
+from ..base.console import hide_queries
+from ..base.errors import PlugsftError
+from ..base.hub_names import is_hub_name
+from ..base.limits import parse_toml, read_text
+from ..base.step_folders import parse_step
+from ..output.folder import ADAPTER, as_of, base_model, read_run
+from ..output.results import describe
+from ..output.run_record import RunRecord
+from ..recipe.capabilities import Capability
+from .folder import is_reward_model
 
 CARD = "README.md"
 """The file of a model card."""

@@ -13,14 +13,14 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._validators import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from ...base.atomic import MANIFEST
-from ...base.console import format_count, format_size, hide_queries, is_terminal, say
-from ...base.errors import PlugsftError
-from ...base.step_folders import parse_step
-from ...output.folder import ADAPTER, base_model
-from ..hub_names import HUB
+from ..base.atomic import MANIFEST
+from ..base.console import format_count, format_size, hide_queries, is_terminal, say
+from ..base.errors import PlugsftError
+from ..base.hub_names import HUB
+from ..base.step_folders import parse_step
+from ..output.folder import ADAPTER, base_model
 from .card import CARD, card_for, is_edited, run_of
-from .verified import ensure_no_links
+from .folder import ensure_no_links
 
 PAUSES = (1, 4, 16, 64)
 """Seconds before a failed upload is tried again; huggingface_hub tries requests again before."""

@@ -10,10 +10,10 @@ from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from ...base.errors import PlugsftError
-from ...base.limits import read_json_object
-from ...base.machine import not_installed
-from ...recipe.capabilities import Capability
+from ..base.errors import PlugsftError
+from ..base.limits import read_json_object
+from ..base.machine import not_installed
+from ..recipe.capabilities import Capability
 
 RECORD = "quantization_config.json"
 """Says how the base of a folder's adapters was quantized; plugins that quantize write it."""

@@ -16,16 +16,16 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...base.console import is_terminal, out, say
-from ...base.errors import PlugsftError
-from ...base.load_errors import TRUST, explain_load_error
-from ...data.load_tokenizer import pad_id
-from ...model.config import ensure_safetensors
-from ...model.generate import Speaker, Turns
-from ...model.load import grow_embeddings
-from ...output.folder import ADAPTER, base_model
+from ..base.console import is_terminal, out, say
+from ..base.errors import PlugsftError
+from ..base.load_errors import TRUST, explain_load_error
+from ..data.load_tokenizer import pad_id
+from ..model.config import ensure_safetensors
+from ..model.generate import Speaker, Turns
+from ..model.load import grow_embeddings
+from ..output.folder import ADAPTER, base_model
 from .answers import Answers
-from .model_folder import is_reward_model
+from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization
 
 with suppress(ImportError):  # Windows has none

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ...base.console import out
-from ...output.folder import how_to_continue, read_run
-from ...output.run_record import Data, RunRecord
+from ..base.console import out
+from .folder import how_to_continue, read_run
+from .run_record import Data, RunRecord
 
 
 def show_run(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from ...base.errors import PlugsftError
+from ..base.errors import PlugsftError
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""`plugsft diff`, `show`, `export` and `chat`: finished runs."""
