@@ -37,7 +37,7 @@ only_full = pytest.mark.skipif(not FULL, reason="only tools/test --full runs it"
 OLDEST = {
     "activation_offload", "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention",
     "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings",
-    "liger", "loop", "lora", "lora_fused", "lora_start", "model_families", "model_loading",
+    "liger", "loop", "lora", "lora_fused", "model_families", "model_loading",
     "packed_documents", "precision", "quantize", "rank_operations", "recipe",
     "selective_checkpointing", "torch_optimizer", "versions",
 }  # fmt: skip

@@ -361,6 +361,20 @@ def test_what_is_learned_is_compared(change, said):
     assert words_of(report(a=change, a_b=change))["a"] == said
 
 
+def test_preparing_is_timed_and_its_tokens_are_compared():
+    found = report() | {"preparers": ["a"]}
+    found["contenders"]["a alone"]["preparations"] = "a"
+    prepared = {"error": "", "seconds": 4.0, "again": 4.0, "made": "x"}
+    found["preparations"] = [{"none": prepared, "a": prepared | {"again": 1.0}}] * 3
+    result = Bench(found).result("a")
+    assert result.prepared.word == NOISE and result.again.middle == 4 and not result.learned
+    found["preparations"][0]["a"]["made"] = "y"
+    assert (
+        words_of(found)["a"]
+        == "within noise; prepares again faster; affects results (other tokens)"
+    )
+
+
 def test_steps_are_compared_with_their_like():
     dice = random.Random(3)
     trials = [figures(dice, noise=0.0) for _ in range(5)]

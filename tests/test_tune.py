@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from random import Random
 
 import psutil
@@ -26,10 +27,9 @@ from test_bench import REAL
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
-from plugsft.lab.trials import trials
+from plugsft.lab.trials import Trial, trials
 from plugsft.lab.tune import (
     TURNS,
-    Probes,
     Tuning,
     choose_steps,
 )
@@ -91,62 +91,57 @@ def lines_of(text):
     return [line for line in text.splitlines() if line.strip()]
 
 
-class Simulated(Tuning):
-    """Probes of a machine on which the speed of each size is given; 0 does not fit."""
+class Machine:
+    """Runs trials on which the speed of each size is given; 0 does not fit."""
 
-    def __init__(self, recipe, own, speed):
-        super().__init__(recipe, 0, 1)
-        self.own, self._speed = own, speed
-        self.probed = []
-        self.probe(None, own)
+    def __init__(self, speed):
+        self.speed, self.probed = speed, []
 
-    def probe(self, runner, size):
+    def run(self, changes, steps, memory):
+        [size] = changes.values()
         self.probed.append(size)
-        speed = self._speed(size)
-        probes = self._probes.setdefault(size, Probes(size))
-        if speed:
-            probes.speeds.append(speed)
-        else:
-            probes.speeds.clear()
-            probes.error = "out of memory"
-        return bool(speed)
+        speed = self.speed(size)
+        if not speed:
+            return Trial(Path(), 0.0, error="no more", out_of_memory=True)
+        return Trial(Path(), 0.0, steps=[{"tokens_per_second": speed}] * steps)
 
 
 @pytest.fixture
 def simulate(tiny):
     recipe, _ = load(tiny())
-    return lambda own, speed: Simulated(recipe, own, speed)
+
+    def make(own, speed, most=16):
+        """Tune sizes up to `most`; return the tuning, the best and the sizes in order."""
+        tuning, machine = Tuning(recipe, 0, 1), Machine(speed)
+        tuning.own = own
+        tuning.probe(machine, own)
+        return tuning, tuning.search(machine, 1, most), machine.probed
+
+    return make
 
 
 def test_the_size_doubles_until_it_does_not_fit(simulate):
-    tuning = simulate(3, lambda one: one if one < 20 else 0)
-    assert tuning.search(None, 1, 100).size == 12
-    assert tuning.probed[:4] == [3, 6, 12, 24]
-    assert tuning.probed[4:] == 2 * [3, 12, 12, 3]
-    tuning = simulate(3, lambda one: one)
-    assert tuning.search(None, 1, 8).size == 8  # a rank's examples of a step
+    _, best, probed = simulate(3, lambda size: size if size < 20 else 0, most=100)
+    assert best.size == 12 and probed == [3, 6, 12, 24, *2 * [3, 12, 12, 3]]
+    assert simulate(3, lambda size: size, most=8)[1].size == 8  # a rank's examples of a step
 
 
 def test_sizes_of_the_same_speed_change_nothing(simulate):
-    tuning = simulate(1, lambda one: 100 + one)
-    best = tuning.search(None, 1, 2)
-    assert best.size == 1
+    tuning, best, _ = simulate(1, lambda size: 100 + size, most=2)
     reasons = tuning.reasons(best)
+    assert best.size == 1
     assert reasons[0].startswith("keep yours: ") and reasons[1].endswith(": within noise")
 
 
 def test_a_size_that_fits_is_looked_for(simulate):
-    tuning = simulate(8, lambda one: one <= 2)
-    assert tuning.search(None, 1, 8).size == 2
-    tuning = simulate(4, lambda one: 0)
+    assert simulate(8, lambda size: size <= 2)[1].size == 2
     with pytest.raises(RecipeError, match=r"nothing fits in .* tried train\.micro_batch: 4, 2, 1"):
-        tuning.search(None, 1, 8)
+        simulate(4, lambda size: 0)
 
 
 def test_a_repeat_that_runs_out_of_memory_counts(simulate):
     large = iter([4.0, 4.0])
-    tuning = simulate(1, lambda one: next(large, 0) if one == 4 else one)
-    best = tuning.search(None, 1, 4)
+    tuning, best, _ = simulate(1, lambda size: next(large, 0) if size == 4 else size, most=4)
     assert best.size == 2
     assert "train.micro_batch = 4: out of memory" in tuning.reasons(best)
 
@@ -157,8 +152,8 @@ def test_a_gain_is_told_from_noise(simulate, noise, most):
     """`most`: the size up to which speed grows."""
     rng, changed = Random(5), 0
     for _ in range(100):
-        tuning = simulate(1, lambda one: min(one, most) * math.exp(rng.gauss(0, noise)))
-        changed += tuning.search(None, 1, 16).size != 1
+        _, best, _ = simulate(1, lambda size: min(size, most) * math.exp(rng.gauss(0, noise)))
+        changed += best.size != 1
     assert changed <= 8 if most == 1 else changed >= 85
 
 
@@ -168,8 +163,8 @@ def test_the_drift_of_a_busy_machine_is_no_gain(simulate):
     for _ in range(200):
         there_and_back = 4 * (REAL + REAL[::-1])
         seconds = iter(there_and_back[rng.randrange(2 * len(REAL)) :])
-        tuning = simulate(4, lambda one, seconds=seconds: 1 / next(seconds))
-        changed += tuning.search(None, 1, 32).size != 4
+        _, best, _ = simulate(4, lambda size, seconds=seconds: 1 / next(seconds), most=32)
+        changed += best.size != 4
     # The speed of that day drifts by a factor of three.
     assert changed <= 20
 
