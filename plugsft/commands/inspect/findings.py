@@ -57,17 +57,18 @@ class Findings:
 
 
 def judge_rows(
-    sample: Sample, rows: Rows, data: Data, cut: str = "cut"
+    sample: Sample, rows: Rows, data: Data, cut: str = "cut", dropped: str = "; dropped"
 ) -> tuple[list[str], list[str]]:
     """Name the rows that stop the run, then those that are dropped, cut or unusual."""
-    shard, errors = sample.shard, list[str]()
+    shard, errors, bad = sample.shard, list[str](), list[str]()
     warnings = describe_warnings(shard.warnings, rows)
     for reason, numbers in sorted(shard.bad.items(), key=lambda item: item[1]):
         text = f"{name_rows(numbers, rows)}: {reason}"
+        bad.append(text)
         if data.on_bad_row == "error":
             errors.append(text + cure_bad({reason: numbers}))
         else:
-            warnings.append(f"{text}; dropped")
+            warnings.append(text + dropped)
     for numbers, fate in ((shard.too_long, "dropped"), (shard.truncated, cut)):
         text = f"{name_rows(numbers, rows)}: longer than data.max_length = {data.max_length:,}"
         if numbers and data.too_long == "error":
@@ -75,8 +76,7 @@ def judge_rows(
         elif numbers:
             warnings.append(f"{text}; {fate}")
     if not shard.examples:
-        reasons = [f"{name_rows(numbers, rows)}: {why}" for why, numbers in shard.bad.items()]
-        why = "; ".join(reasons) or f"all are longer than data.max_length = {data.max_length:,}"
+        why = "; ".join(bad) or f"all are longer than data.max_length = {data.max_length:,}"
         cure = cure_bad(shard.bad, drop=False)
         return [f"no row has a token to train on: {why}{cure}"], []
     return errors, warnings

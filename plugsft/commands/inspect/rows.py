@@ -95,7 +95,7 @@ def audit(
     chats, warnings = judge_chats(sample, work, opened[source], active)
     result.facts += [("chats", chats)] if chats else []
     over = int((lengths - data.max_length).clip(0).sum())
-    errors, more = judge_rows(sample, rows, data, f"cut by {over:,} tokens")
+    errors, more = judge_rows(sample, rows, data, f"cut by {over:,} tokens", dropped="")
     result.errors += errors
     result.warnings += [*warnings, *more]
     return result
