@@ -4,7 +4,7 @@ import time
 
 from conftest import chats, tiny_tables, write_jsonl, write_recipe
 
-from plugsft.commands.inspect.prepare import prepare_data
+from plugsft.audit.prepare import prepare_data
 from plugsft.registry.load import load
 
 

@@ -20,9 +20,9 @@ from transformers import (
     Phi3Config,
 )
 
+from plugsft.audit import check_recipe as preflight
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import recipes as command
-from plugsft.commands.inspect import check_recipe as preflight
 from plugsft.model.config import ensure_plain_loss
 from plugsft.output.disk_space import parameters
 from plugsft.recipe.tables import Scratch

@@ -34,8 +34,8 @@ def _words(text):
 
 # From the ground up: a room imports lower rooms only.
 ROOMS = _words("""
-    base recipe tokens hooks registry data batches model ranks kit output run loop start export lab
-    commands api testing __init__ cli __main__
+    base recipe tokens hooks registry data batches model ranks kit output run loop start export
+    audit lab api commands testing __init__ cli __main__
 """)
 EXPORTED = {
     "plugsft": """
@@ -59,9 +59,9 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 23_264, "data": 22_516, "lab": 14_068, "ranks": 14_860, "model": 11_000,
-    "start": 2_914, "export": 5_179, "output": 11_087, "tokens": 5_817, "base": 5_849,
-    "modules beside the rooms": 5_284,
+    "commands": 16_050, "data": 22_516, "lab": 14_068, "ranks": 14_860, "model": 11_000,
+    "start": 2_914, "export": 5_179, "audit": 7_214,
+    "output": 11_087, "tokens": 5_817, "base": 5_849, "modules beside the rooms": 5_284,
     "api": 3_834, "recipe": 4_287, "registry": 3_641, "batches": 3_130, "testing": 2_772,
 }  # fmt: skip
 PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 139_502, 42_251, 74_627

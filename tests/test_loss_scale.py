@@ -14,8 +14,8 @@ from test_bfloat16_learning import weights_of
 from test_launch import config
 from test_precision import SEES
 
+from plugsft.audit.check_recipe import gpu_without_bfloat16
 from plugsft.base.errors import LaunchError, TrainError
-from plugsft.commands.inspect.check_recipe import gpu_without_bfloat16
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.precision import mixed_precision
 from plugsft.recipe.tables import Model

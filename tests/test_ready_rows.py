@@ -27,8 +27,8 @@ from conftest import (
 from trl import pack_dataset
 
 from plugsft import DataError
+from plugsft.audit.inspect_data import opened_rows
 from plugsft.commands.data import inspect
-from plugsft.commands.inspect.inspect_data import opened_rows
 from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare

@@ -23,9 +23,9 @@ from conftest import (
 from many_slices import many_slices, wait_for
 from plugin_packages import activate, install
 
+from plugsft.audit.prepare import prepare_data
 from plugsft.base import build_once
 from plugsft.base.atomic import damage
-from plugsft.commands.inspect.prepare import prepare_data
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ..commands.inspect.rows import Audit
-    from ..commands.inspect.token_view import View
+    from ..audit.rows import Audit
+    from ..audit.token_view import View
 
 SHADE = "background:rgba(60,160,80,.3)"
 """The style of trained tokens in a notebook, on light and dark pages."""

@@ -76,7 +76,7 @@ def prepare(
     from .recipes import opened
 
     with opened(recipe, plugins, without, overrides) as (source, loaded, active):
-        from ..commands.inspect.prepare import prepare_data
+        from ..audit.prepare import prepare_data
         from .isolation import isolated
 
         with isolated():
@@ -107,8 +107,8 @@ def inspect(
     for name, number in (("rows", rows), ("first", first)):
         ensure_kind(name, number, int, "a whole number")
     with opened(recipe, plugins, without, overrides) as (_, loaded, active):
-        from ..commands.inspect.inspect_data import opened_rows, views_of
-        from ..commands.inspect.rows import audit
+        from ..audit.inspect_data import opened_rows, views_of
+        from ..audit.rows import audit
         from .isolation import isolated
 
         with isolated(), opened_rows(loaded, active) as (work, sources):

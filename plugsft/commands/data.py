@@ -20,7 +20,7 @@ def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = 
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not installed"
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # A mistake in the recipe is reported before anything heavy is imported.
-    from .inspect.prepare import prepare_data
+    from ..audit.prepare import prepare_data
 
     prepare_data(loaded, active, recipe)
 
@@ -46,7 +46,7 @@ def inspect(
 
     loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
-    from .inspect.inspect_data import inspect_data
+    from ..audit.inspect_data import inspect_data
 
     inspect_data(loaded, active, recipe.stem, rows, first, everything, html)
 

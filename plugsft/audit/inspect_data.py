@@ -8,17 +8,17 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ...base.console import out, say
-from ...base.errors import DataError, RecipeError
-from ...base.machine import look
-from ...data.defaults import DataDefaults
-from ...data.sample import make_work, sample_rows
-from ...data.slices import ShardWriter
-from ...data.sources import OpenSource, ensure_columns, open_source
-from ...hooks import DATA
-from ...output.folder import ensure_page
-from ...recipe.tables import Recipe
-from ...registry.active import Active, check
+from ..base.console import out, say
+from ..base.errors import DataError, RecipeError
+from ..base.machine import look
+from ..data.defaults import DataDefaults
+from ..data.sample import make_work, sample_rows
+from ..data.slices import ShardWriter
+from ..data.sources import OpenSource, ensure_columns, open_source
+from ..hooks import DATA
+from ..output.folder import ensure_page
+from ..recipe.tables import Recipe
+from ..registry.active import Active, check
 from .page import write_page
 from .rows import Audit, audit, histogram
 from .token_lines import draw, has_colour, legend

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from ...data.sample import Sample
-from ...data.slices import ShardWriter
+from ..data.sample import Sample
+from ..data.slices import ShardWriter
 
 NO_TOKEN = "no trained token within data.max_length"
 SIGNS = {"\n": "⏎\n", "\t": "⇥"}

@@ -1,9 +1,9 @@
 """The size and padding of batches, and likely mistakes in them."""
 
-from ...base.console import format_count
-from ...base.types import Ints, Layouts
-from ...recipe.capabilities import Capability
-from ...recipe.tables import Recipe
+from ..base.console import format_count
+from ..base.types import Ints, Layouts
+from ..recipe.capabilities import Capability
+from ..recipe.tables import Recipe
 
 STEPS = 8
 """Steps of an epoch that are examined."""

@@ -9,16 +9,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...base.errors import DataError
-from ...base.types import Ints, Rows
-from ...data.chat import Chat
-from ...data.jsonl import name_rows
-from ...data.sample import Sample, sample_ranges
-from ...data.slices import ShardWriter
-from ...data.sources import OpenSource
-from ...recipe.tables import Data
-from ...registry.active import Active
-from ...tokens.store import Tokens
+from ..base.errors import DataError
+from ..base.types import Ints, Rows
+from ..data.chat import Chat
+from ..data.jsonl import name_rows
+from ..data.sample import Sample, sample_ranges
+from ..data.slices import ShardWriter
+from ..data.sources import OpenSource
+from ..recipe.tables import Data
+from ..registry.active import Active
+from ..tokens.store import Tokens
 from .findings import judge_chats, judge_rows
 
 SAMPLE, RANGES = 1_000, 20

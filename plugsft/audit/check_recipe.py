@@ -9,27 +9,27 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from ...base.console import format_size
-from ...base.errors import RecipeError, reason_of
-from ...base.machine import free_disk, look
-from ...batches.defaults import BatchDefaults
-from ...batches.plan import small_data
-from ...data.cache_key import TOKEN_HOOKS
-from ...data.defaults import DataDefaults
-from ...model.config import check_context
-from ...model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
-from ...output.disk_space import (
+from ..base.console import format_size
+from ..base.errors import RecipeError, reason_of
+from ..base.machine import free_disk, look
+from ..batches.defaults import BatchDefaults
+from ..batches.plan import small_data
+from ..data.cache_key import TOKEN_HOOKS
+from ..data.defaults import DataDefaults
+from ..model.config import check_context
+from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
+from ..output.disk_space import (
     TOKEN_BYTES,
     may_train_few_weights,
     parameters,
     reclaimable_bytes,
     required_bytes,
 )
-from ...output.folder import describe_results, ensure_ours, wrong_inputs
-from ...recipe.tables import LOSSY, Model, Recipe, Train
-from ...registry import active as registry
-from ...registry.active import Active
-from ...start.inputs import one_at_a_time
+from ..output.folder import describe_results, ensure_ours, wrong_inputs
+from ..recipe.tables import LOSSY, Model, Recipe, Train
+from ..registry import active as registry
+from ..registry.active import Active
+from ..start.inputs import one_at_a_time
 from .batches import describe_batches
 from .examples import Examples
 from .findings import Findings

@@ -6,9 +6,9 @@ from typing import Self
 
 import numpy as np
 
-from ...base.types import Ints
-from ...batches.estimate import EstimatedColumns
-from ...tokens.store import Tokens
+from ..base.types import Ints
+from ..batches.estimate import EstimatedColumns
+from ..tokens.store import Tokens
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...base.console import format_count
-from ...output.report import fill_page
+from ..base.console import format_count
+from ..output.report import fill_page
 from .rows import Audit, histogram
 from .token_view import Piece, View, parts
 

@@ -7,20 +7,20 @@ from contextlib import contextmanager, suppress
 
 from rich.text import Text
 
-from ...base.console import out
-from ...base.errors import PlugsftError
-from ...base.types import Rows
-from ...data.chat import Chat
-from ...data.formats import TEXTS, format_of, read_chat
-from ...data.jsonl import name_rows
-from ...data.messages import BadRow, Conversation
-from ...data.prepare import describe_unrolled
-from ...data.render import renamed, without
-from ...data.sample import Sample
-from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
-from ...data.sources import OpenSource, read_lead_row
-from ...recipe.tables import Data
-from ...registry.active import Active
+from ..base.console import out
+from ..base.errors import PlugsftError
+from ..base.types import Rows
+from ..data.chat import Chat
+from ..data.formats import TEXTS, format_of, read_chat
+from ..data.jsonl import name_rows
+from ..data.messages import BadRow, Conversation
+from ..data.prepare import describe_unrolled
+from ..data.render import renamed, without
+from ..data.sample import Sample
+from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ..data.sources import OpenSource, read_lead_row
+from ..recipe.tables import Data
+from ..registry.active import Active
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

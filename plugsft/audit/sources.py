@@ -3,17 +3,17 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...base.console import format_count
-from ...base.errors import DataError
-from ...batches.estimate import EstimatedColumns
-from ...data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
-from ...data.sample import make_work, sample_rows
-from ...data.slices import ShardWriter
-from ...data.sources import OpenSource, ensure_columns, open_source
-from ...model.checks import check_weights
-from ...model.config import check_ids
-from ...recipe.tables import Recipe, Source
-from ...registry.active import Active
+from ..base.console import format_count
+from ..base.errors import DataError
+from ..batches.estimate import EstimatedColumns
+from ..data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
+from ..data.sample import make_work, sample_rows
+from ..data.slices import ShardWriter
+from ..data.sources import OpenSource, ensure_columns, open_source
+from ..model.checks import check_weights
+from ..model.config import check_ids
+from ..recipe.tables import Recipe, Source
+from ..registry.active import Active
 from .examples import Examples
 from .findings import Findings, judge_chats, judge_rows
 

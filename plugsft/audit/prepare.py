@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from ...base.console import say
-from ...base.errors import RecipeError
-from ...base.machine import look
-from ...data.defaults import DataDefaults
-from ...data.prepare import Prepared, prepare
-from ...data.shared_slices import share_slices
-from ...hooks import DATA
-from ...model.checks import check_recipe
-from ...model.config import check_ids
-from ...output.folder import ensure_inputs
-from ...recipe.tables import Recipe
-from ...registry.active import Active
+from ..base.console import say
+from ..base.errors import RecipeError
+from ..base.machine import look
+from ..data.defaults import DataDefaults
+from ..data.prepare import Prepared, prepare
+from ..data.shared_slices import share_slices
+from ..hooks import DATA
+from ..model.checks import check_recipe
+from ..model.config import check_ids
+from ..output.folder import ensure_inputs
+from ..recipe.tables import Recipe
+from ..registry.active import Active
 
 
 def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
