@@ -162,8 +162,9 @@ def test_preferences_are_refused_with_a_cure_that_works(tokenizer, row, column):
 
 
 def test_a_row_of_another_format_is_bad(tokenizer):
-    result = rendered(tokenizer, {"messages": [ASK, TELL]}, {"text": "owls", "id": 3})
-    assert result.rows == [0] and result.bad == {1: "no 'messages': the row has id, text"}
+    chat = {"messages": [ASK, TELL]}
+    result = rendered(tokenizer, chat, {"text": "owls", "id": 3}, chat)
+    assert result.rows == [0, 2] and result.bad == {1: "no 'messages': the row has id, text"}
 
 
 @pytest.mark.parametrize(

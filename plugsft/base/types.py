@@ -102,7 +102,7 @@ class Slice:
     stop: int
     rows: Rows
     lead_row: Row = field(default_factory=dict, compare=False)
-    """The fullest of the source's first rows: all rows are read as it is."""
+    """Of the source's first rows: all rows are read as it is."""
 
 
 @dataclass

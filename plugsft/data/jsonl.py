@@ -107,13 +107,11 @@ class LateRows:
 
     def part(self, start: int, stop: int) -> Rows:
         """Return a range of the rows."""
-        part: Rows = self._rows.part(start, stop)
-        return part
+        return self._rows.part(start, stop)  # type: ignore[no-any-return]
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows, or None for a row that is not a JSON object."""
-        rows: list[Row | None] = self._rows.read(start, stop)
-        return rows
+        return self._rows.read(start, stop)  # type: ignore[no-any-return]
 
     def sizes(self) -> Ints:
         """Return the size of each row in bytes, approximately."""

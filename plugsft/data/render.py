@@ -1,5 +1,6 @@
 """Render rows as text with trained spans: the core's answer to `render`."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from itertools import compress, starmap
 from operator import lt
@@ -23,9 +24,7 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
     """Render rows of a format of formats.py; None for rows of another format."""
     if (kind := readable_format(lead_row(rows, data))) is None:
         return None
-    if data.columns:
-        rows = [renamed(row, data.columns) for row in rows]
-    return render_as(kind, rows, tokenizer, data)
+    return render_as(kind, [renamed(row, data.columns) for row in rows], tokenizer, data)
 
 
 def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
@@ -81,15 +80,15 @@ def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
 
 def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     whole, end = kind == "text", tokenizer.eos_token
+    every = whole or data.train_on == "all"
 
     def text_of(row: Row) -> tuple[list[Text], list[str]]:
         prompt = "" if whole else read_text(row, "prompt", allow_empty=True)
         text = prompt + read_text(row, kind)
         text = text if text.endswith(end) else text + end
-        return [(text, [(0 if data.train_on == "all" else len(prompt), len(text))])], []
+        return [(text, [(0 if every else len(prompt), len(text))])], []
 
-    every = whole or data.train_on == "all"
-    mask = "every token of the text" if every else "the completion's end of the text"
+    mask = "every token of the text" if every else "the completion, and the end of the text"
     return text_of, lambda: mask
 
 
@@ -103,8 +102,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
     read = rendered.read
     if read is None:
         return
-    if data.columns:
-        rows = [renamed(row, data.columns) for row in rows]
+    rows = [renamed(row, data.columns) for row in rows]
     rendered.unread = sorted({column for row in rows for column in row}.difference(read))
     for number, row in enumerate(rows):
         if number in rendered.bad:
@@ -154,13 +152,19 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
 
 
 def lead_row(rows: Iterable[Row | None], data: Data) -> Row:
-    """Return the row that decides how rows are read: that of their source, or their fullest."""
+    """Return the row that decides how rows are read: that of their source, or of these.
+
+    It is the fullest of those of the most frequent format.
+    """
     if data._lead_row:
         return data._lead_row
-    fullest = max(
-        filter(None, rows), key=lambda row: len([*filter(None, row.values())]), default={}
-    )
-    return renamed(without(fullest, data.ignore), data.columns)
+    named = [renamed(without(row, data.ignore), data.columns) for row in rows if row]
+    formats = Counter(map(format_of, named))
+
+    def rank(row: Row) -> tuple[int, int]:
+        return formats[format_of(row)], len([*filter(None, row.values())])
+
+    return max(named, key=rank, default={})
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

@@ -29,7 +29,7 @@ SLICE_ROWS = 10_000
 COLUMN_ROWS = 1_000
 """Number of rows of each source that are read at a time to find columns."""
 FIRST_ROWS = 100
-"""Number of rows at the beginning of a source; the fullest decides how all rows are read."""
+"""Number of rows at the beginning of a source; one of them decides how all rows are read."""
 
 
 class OpenSource(Rows, Protocol):
@@ -98,7 +98,7 @@ def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
 
 
 def read_lead_row(rows: Rows, data: Data) -> Row:
-    """Return the fullest of a source's first rows: all its rows are read as it is."""
+    """Return one of a source's first rows: all its rows are read as it is."""
     return lead_row(rows.read(0, FIRST_ROWS), data)
 
 

@@ -258,7 +258,7 @@ class Data(Table):
     """Variables for the chat template."""
 
     _lead_row: dict[str, Any] = {}
-    """The fullest of the first rows of one source: all its rows are read as it is."""
+    """Of the first rows of one source: all its rows are read as it is."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
