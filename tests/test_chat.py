@@ -297,13 +297,16 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
             path.mkdir(parents=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"step": 3, "steps": {"done": 0, "total": 9}}))
+            steps = {"done": 0, "total": 9}
+            path.write_text(
+                json.dumps({"status": "running", "steps": steps, "step": 3, "loss": 1.0})
+            )
     with pytest.raises(PlugsftError, match=says):
         talk.load(model_folder(tmp_path / "rum"))
 
 
 def test_a_run_in_progress_is_waited_for(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"steps": {"done": 0, "total": 9}}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "steps": {"total": 9}}))
     with open(tmp_path / LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(PlugsftError, match="has no model yet: its run is at step 0 of 9; wait"):

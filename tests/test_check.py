@@ -222,7 +222,7 @@ def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeyp
         monkeypatch.setitem(sys.modules, name, None)
     [line] = check(path).warn
     assert line.startswith("plugins     fast_tokenizer: no engine fits, so the model's own")
-    assert "pip install gigatoken" in line and "remove [plugins.fast_tokenizer]" in line
+    assert "pip install 'plugsft[fast]'" in line and "remove [plugins.fast_tokenizer]" in line
     assert not check(path, "plugins.fast_tokenizer.engine=transformers").warn
 
 

@@ -35,7 +35,7 @@ def make_run(folder: Path) -> None:
         with publish(folder / name) as building:
             (building / "config.json").write_text("{}")
             (building / "weights").write_text(name)
-    (folder / "run.json").write_text('{"format": 1}')
+    (folder / "run.json").write_text('{"format": 1, "status": "completed"}')
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (folder / "recipe.toml").write_text('output = "there"\n')
     (folder / "report.html").write_text('<meta name="generator" content="plugsft">')

@@ -93,8 +93,8 @@ def export(
         raise PlugsftError("--dtype is for merged weights; add --merge, or leave it out")
     if str(to).startswith(HUB):
         ensure_model(output)
-        from ..export.folder import source_of
         from ..export.hub import Repository
+        from ..export.verified import source_of
 
         repository = Repository(str(to).removeprefix(HUB), public)
         if has_model(output) and not merge:

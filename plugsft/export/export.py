@@ -35,8 +35,9 @@ from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
 from .card import add_card, run_of
-from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model, source_of
+from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
+from .verified import source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from ..base.atomic import damage, is_published
+from ..base.atomic import damage
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.limits import read_json_object
-from ..model.config import ensure_safetensors
 from ..output.folder import (
     ADAPTER,
     find_run,
@@ -91,18 +90,6 @@ def is_reward_model(folder: Path) -> bool:
         return read_json_object(folder / ADAPTER).get("task_type") == "SEQ_CLS"
     classes = read_json_object(folder / "config.json").get("architectures") or []
     return any(str(name).endswith("ForSequenceClassification") for name in classes)
-
-
-def source_of(output: Path) -> Path:
-    """Return the folder of a run's model; refuse a damaged one."""
-    folder = model_folder(output)
-    ensure_safetensors(str(folder))
-    if is_published(folder) and (wrong := damage(folder)) is not None:
-        raise CheckpointError(
-            f"{folder}: is damaged: {wrong}; remove it and resume the run (--resume), which "
-            "writes it again from the last checkpoint"
-        )
-    return folder
 
 
 def ensure_no_links(folder: Path) -> None:
