@@ -20,8 +20,6 @@ LAUNCHERS = (
 """Variables of a launcher begin so; the process that uploads is no rank."""
 REPORT_SECONDS = 60.0
 """The longest wait for the run's report, before its model is uploaded without the last figures."""
-PATIENCE = 600.0
-"""Least seconds of pauses while the hub does not answer."""
 
 
 class Uploads:
@@ -120,9 +118,8 @@ class Uploads:
 
     def _run(self, copy: Path) -> str | None:
         """Run `plugsft export`, and print its lines; return why it failed, if so."""
-        patience = round(max(self._wait, PATIENCE))
-        words = ["export", copy, "--to", f"hub:{self._name}", "--patience", patience]
-        command = [sys.executable, "-m", "plugsft", *map(str, words), *self._options]
+        words = ["export", str(copy), "--to", f"hub:{self._name}", *self._options]
+        command = [sys.executable, "-m", "plugsft", *words]
         environment = {
             name: value
             for name, value in child_environment().items()
