@@ -215,7 +215,7 @@ def _set_schedule(c: Conversion) -> None:
 
 
 def _share(c: Conversion, key: str) -> float:
-    """Return the share of the run between saves or evaluations, of which an epoch has some."""
+    """Return the share of the run between two saves or evaluations; `key` counts them per epoch."""
     epochs = c.value("train.epochs") or c.read("num_epochs", 1.0)
     return 1 / (c.read(key, 0.0) * epochs or 1)
 
