@@ -284,9 +284,11 @@ def test_settings_of_other_types_are_refused_or_ignored(run, tmp_path):
     (model / "manifest.json").unlink()
     tables = tiny_tables(tmp_path / "next") | {"model": {"path": str(model)}}
     recipe = write_recipe(tmp_path / "next.toml", tables)
-    (model / "generation_config.json").write_text('{"eos_token_id": {}}')
-    done = run_plugsft("train", recipe, "train.steps=1")
-    assert done.returncode == 0, done.stderr
+    for number, stops in enumerate(({}, [-1, 1 << 40])):
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        words = [f"output={tmp_path}/{number}", "train.steps=1"]
+        done = run_plugsft("train", recipe, *words)
+        assert done.returncode == 0, done.stderr
     config = json.loads((model / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = "1e-5"
     (model / "config.json").write_text(json.dumps(config))

@@ -29,6 +29,8 @@ Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """(rows, number of their source, tokenizer) -> text."""
 CLOCK = "strftime_now"
 """What templates with a date call."""
+END_OF_IDS = 1 << 32
+"""The tokenizers library reads an id as 32 bits."""
 PAD, END = "<|pad|>", "<|im_end|>"
 SPECIAL = [PAD, "<|im_start|>", END]
 
@@ -98,7 +100,7 @@ def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
 def _ids_in(setting: Any) -> list[int]:
     """Return the ids of a model's setting: one, several, or what is none."""
     ids = setting if isinstance(setting, list) else [setting]
-    return [number for number in ids if type(number) is int]
+    return [number for number in ids if type(number) is int and 0 <= number < END_OF_IDS]
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
