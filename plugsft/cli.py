@@ -20,7 +20,7 @@ from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .base.launch_files import explain_missing
 from .base.refusals import quiet_libraries, refusal_of
 from .commands import bench, data, diff, model, plan, recipes, show, train, tune
-from .commands.options import AUTO, RECIPES
+from .commands.options import RECIPES
 
 
 class _Commands(TyperGroup):
@@ -43,7 +43,7 @@ app = typer.Typer(
     epilog="`plugsft RECIPE` trains. On several GPUs: plugsft launch RECIPE",
 )
 
-cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean up cached data.")
+cache_app = typer.Typer(no_args_is_help=True, help="List, verify and clean up cached data.")
 
 
 def _print_version(requested: bool) -> None:
@@ -85,7 +85,7 @@ for _command in (
     plan.plan,
 ):
     app.command()(_command)
-for _command in (data.ls, data.explain, data.gc, data.verify):
+for _command in (data.ls, data.gc, data.verify):
     cache_app.command()(_command)
 app.add_typer(cache_app, name="cache")
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows codes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app(with_auto(with_command(words)), prog_name="plugsft")
+        app(with_command(words), prog_name="plugsft")
     except PlugsftError as error:
         _leave(error)
     except Exception as error:
@@ -125,19 +125,6 @@ def with_command(words: list[str]) -> list[str]:
     if Path(first).is_dir():
         hint = f", but a folder; try: plugsft show {shlex.quote(first)}"
     raise RecipeError(f"'{first}' is neither a command nor a recipe{hint}")
-
-
-def with_auto(words: list[str]) -> list[str]:
-    """Replace `--resume auto` by a flag of its own: typer's flags take no value."""
-    if words[:1] not in (["train"], ["launch"]):
-        return words
-    joined: list[str] = []
-    for word in words:
-        if word == "--resume=auto" or (word == "auto" and joined[-1] == "--resume"):
-            joined = [*joined[: -1 if word == "auto" else None], AUTO]
-        else:
-            joined.append(word)
-    return joined
 
 
 def _leave(error: PlugsftError) -> None:

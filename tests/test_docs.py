@@ -52,7 +52,7 @@ TOO_SLOW = {
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it with --full",
     "tools/test --full": "takes longer than CI has",
-    "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3 --prepare-rounds 0": "a minute; "
+    "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3": "a minute; "
     "test_bench.py runs benches",
     "plugsft tune my.toml": "half a minute; test_tune.py tunes",
     "plugsft export runs/my-model --to hub:me/my-model": "test_hub.py has a hub to upload to",
@@ -265,7 +265,7 @@ def test_a_command_has_the_options_and_files_that_it_names(command):
 def parse(words):
     """Parse the words of a plugsft command; an unknown option or a wrong value is an error."""
     command = typer.main.get_command(cli.app)
-    rest = cli.with_auto(cli.with_command(words))
+    rest = cli.with_command(words)
     while hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
     command.make_context("plugsft", rest)

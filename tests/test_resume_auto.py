@@ -1,4 +1,4 @@
-"""`--resume auto`: one command for a job that restarts itself."""
+"""`--resume-auto`: one command for a job that restarts itself."""
 
 import json
 import os
@@ -17,26 +17,7 @@ from conftest import (
     write_recipe,
 )
 
-from plugsft import cli
 from plugsft.base.atomic import is_published
-from plugsft.commands.options import AUTO
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["a.toml", "--resume"], ["train", "a.toml", "--resume"]),
-        (["a.toml", "--resume", "train.steps=3"], ["train", "a.toml", "--resume", "train.steps=3"]),
-        (["a.toml", "--resume", "auto"], ["train", "a.toml", AUTO]),
-        (["--resume", "auto", "a.toml", "x=auto"], ["train", AUTO, "a.toml", "x=auto"]),
-        (["train", "a.toml", "--resume=auto", "b=1"], ["train", "a.toml", AUTO, "b=1"]),
-        (["a.toml", "b=1", "--resume", "auto"], ["train", "a.toml", "b=1", AUTO]),
-        (["check", "a.toml", "auto"], ["check", "a.toml", "auto"]),
-        (["a.toml", "auto"], ["train", "a.toml", "auto"]),
-    ],
-)
-def test_both_ways_to_resume_are_understood(words, wanted):
-    assert cli.with_auto(cli.with_command(words)) == wanted
 
 
 def test_one_command_brings_a_run_to_its_end_through_every_kill(tiny, tmp_path):
@@ -44,7 +25,7 @@ def test_one_command_brings_a_run_to_its_end_through_every_kill(tiny, tmp_path):
         tiny(rows=chats(43), train={"steps": 30}, checkpoint={"every": 5}),
         tmp_path / "run",
     )
-    words = (recipe, "--resume", "auto", "train.log_every=50")
+    words = (recipe, "--resume-auto", "train.log_every=50")
     for reached in (2, 12):
         running = start_plugsft(*words)
         while (
@@ -59,7 +40,7 @@ def test_one_command_brings_a_run_to_its_end_through_every_kill(tiny, tmp_path):
     done = run_plugsft(*words)
     assert done.returncode == 0 and "going on after step " in done.stdout, done.stderr
     assert [line["step"] for line in read_metrics(run)] == [*range(1, 31)]
-    straight = run_plugsft(recipe, f"output={tmp_path}/straight", "--resume=auto")
+    straight = run_plugsft(recipe, f"output={tmp_path}/straight", "--resume-auto")
     assert straight.returncode == 0, straight.stderr
     assert [line["loss"] for line in read_metrics(run)] == [
         line["loss"] for line in read_metrics(tmp_path / "straight")
@@ -96,7 +77,7 @@ def test_what_was_lost_is_never_started_over_in_silence(finished, tmp_path):
         return run
 
     def ended(run, *words):
-        return run_plugsft(recipe, f"output={run}", "--resume", "auto", *words)
+        return run_plugsft(recipe, f"output={run}", "--resume-auto", *words)
 
     one, every, gone, bare = map(stopped, ("one", "every", "gone", "bare"))
     spoil(one, [3])
@@ -119,7 +100,7 @@ def test_a_finished_run_ends_with_0_though_its_checkpoints_were_removed(finished
     recipe, source = finished
     run = shutil.copytree(source, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    words = [recipe, f"output={run}", "--resume", "auto"]
+    words = [recipe, f"output={run}", "--resume-auto"]
     # Its recipe names the folder that it was made in.
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(text.replace(f'"{source}"', f'"{run}"'))
@@ -139,7 +120,7 @@ def test_ranks_go_on_from_one_checkpoint_or_not_at_all(finished, tmp_path):
     shutil.rmtree(run / "checkpoints/step-000003")
     shutil.rmtree(run / "model")
     here, there = run, tmp_path / "there"
-    words = [(recipe, f"output={folder}", "--resume", "auto") for folder in (here, there)]
+    words = [(recipe, f"output={folder}", "--resume-auto") for folder in (here, there)]
     ended = [one.wait(120) for one in start_ranks(2, words=words)]
     said = "".join(one.stderr for one in ended)
     assert all(one.returncode == 2 for one in ended), said

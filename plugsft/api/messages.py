@@ -13,7 +13,7 @@ from ..base.refusals import quiet_libraries, refusal_of
 ARGUMENTS = {
     "overwrite": "overwrite=True",
     "resume": "resume=True",
-    "resume auto": 'resume="auto"',
+    "resume-auto": 'resume="auto"',
     "resume-from": "resume_from=...",
     "without": "without=[...]",
 }
@@ -60,7 +60,7 @@ def errors() -> Iterator[None]:
 
 def _name_arguments(error: PlugsftError) -> None:
     """Add the arguments for the command line's options in a message."""
-    options = re.findall(r"--(overwrite|resume auto|resume-from|resume|without)\b", str(error))
+    options = re.findall(r"--(overwrite|resume-auto|resume-from|resume|without)\b", str(error))
     if options and not hasattr(error, "__notes__"):
         calls = (f"train(..., {ARGUMENTS[option]})" for option in dict.fromkeys(options))
         error.add_note(f"from Python: {' or '.join(calls)}")

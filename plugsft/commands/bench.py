@@ -13,15 +13,6 @@ Rounds = Annotated[
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]
 Warmup = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")]
-PrepareRounds = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        help="Rounds of preparing all data; 0 for none. Default: as many as --rounds.",
-        show_default=False,
-    ),
-]
 Instead = Annotated[
     list[str] | None,
     typer.Option(
@@ -53,9 +44,6 @@ Against = Annotated[
         show_default=False,
     ),
 ]
-Tolerance = Annotated[
-    float, typer.Option(metavar="SHARE", min=0, help="How much worse is allowed: 0.05 is 5 %.")
-]
 
 
 def bench(
@@ -65,7 +53,6 @@ def bench(
     rounds: Rounds = 5,
     steps: Steps = 10,
     warmup: Warmup = 3,
-    prepare_rounds: PrepareRounds = None,
     launch: Launch = "",
     instead: Instead = None,
     keep: Keep = None,
@@ -73,7 +60,6 @@ def bench(
     out: Out = None,
     overwrite: Overwrite = False,
     against: Against = None,
-    tolerance: Tolerance = 0.05,
 ) -> None:
     """Measure what each plugin does to speed, memory and results."""
     from ..output.folder import ensure_inputs
@@ -84,18 +70,11 @@ def bench(
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab import bench as lab
 
-    options = lab.Options(
-        rounds=rounds,
-        steps=steps,
-        warmup=warmup,
-        prepare_rounds=prepare_rounds,
-        launch=launch,
-        instead=instead or [],
-        keep=keep or [],
-        only=only or [],
-        out=out,
-        overwrite=overwrite,
-        against=against,
-        tolerance=tolerance,
-    )
-    lab.bench(loaded, active, recipe, options)
+    settings = {
+        "rounds": rounds,
+        "steps": steps,
+        "warmup": warmup,
+        "launch": launch,
+        "instead": instead or [],
+    }
+    lab.bench(loaded, active, recipe, settings, keep or [], only or [], out, overwrite, against)

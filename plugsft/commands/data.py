@@ -64,22 +64,6 @@ def ls(folder: CacheFolder = None) -> None:
     cache_entries.ls(folder)
 
 
-def explain(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    without: Without = None,
-    folder: CacheFolder = None,
-) -> None:
-    """Say whether a recipe's data is cached; if not, what differs from the entries."""
-    from .load_recipe import load_recipe
-
-    loaded, active = load_recipe(recipe, overrides, without)
-    # A mistake in the recipe is reported before anything heavy is imported.
-    from .cache_explain import explain_key
-
-    explain_key(loaded, active, recipe, folder)
-
-
 def gc(
     folder: CacheFolder = None,
     keep_days: Annotated[

@@ -59,16 +59,14 @@ Launch = Annotated[
     ),
 ]
 
-AUTO = "--AUTO"
-"""The internal flag for `--resume auto`. In capitals, so that no typing error suggests it."""
 ResumeLatest = Annotated[
     bool,
-    typer.Option(
-        "--resume",
-        help="Resume from the latest checkpoint; --resume auto starts if there is none.",
-    ),
+    typer.Option("--resume", help="Resume from the latest checkpoint."),
 ]
-ResumeAuto = Annotated[bool, typer.Option(AUTO, hidden=True)]
+ResumeAuto = Annotated[
+    bool,
+    typer.Option("--resume-auto", help="Resume from the latest checkpoint, or start without one."),
+]
 ResumeFrom = Annotated[
     Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
 ]
@@ -92,7 +90,7 @@ def train_words(
     """Return the words of the command that trains this recipe from this start."""
     options = {
         "--resume": start.latest,
-        "--resume=auto": start.auto,
+        "--resume-auto": start.auto,
         f"--resume-from={start.path}": start.path,
         "--overwrite": start.overwrite,
     }

@@ -1,7 +1,6 @@
 """`plugsft bench`: the costs and gains of each plugin of a recipe, measured on this machine."""
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,13 +29,11 @@ from .timing import ROUNDS, UNKNOWN, as_json, head, in_rounds
 from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
-SETTINGS = ("rounds", "steps", "warmup", "launch", "instead")
-FACTS = ("measured", "kept", "steppers", "preparers")
-"""Options, and facts of the contenders, that the report holds."""
 SILENT = ("check", "summary", "record")
 """Notices outside of steps."""
 READS, LEARNS = "it renders the rows", "it computes the loss"
 BOTH = "it changes both rows and steps; bench a recipe without it"
+NO_STEP = "it affects no step"
 
 
 @dataclass
@@ -48,10 +45,6 @@ class Contenders:
     """Plugin -> reason why it is always on."""
     requires: dict[str, list[str]]
     """Optional plugin -> itself and the plugins that it requires."""
-    steppers: list[str]
-    """Plugins that can affect a step."""
-    preparers: list[str]
-    """Plugins that can affect the preparation of data."""
     measured: list[str]
     contenders: dict[str, list[str]] = field(default_factory=dict)
 
@@ -66,21 +59,17 @@ class Contenders:
         """Return the optional plugins without `names`, and without those that require them."""
         return [name for name in self.optional if not {*names} & {*self.requires[name]}]
 
-    def trials_for(self, plugins: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the trials of contenders: key of the active plugins -> plugins left out.
-
-        Contenders that differ only in others than `plugins` share a trial.
-        """
-        trials = {}
-        for on in map(self.contenders.__getitem__, names):
-            stay = self.without([name for name in plugins if name not in on])
-            trials[key(on, plugins)] = [name for name in self.optional if name not in stay]
-        return trials
+    def trials(self) -> dict[str, list[str]]:
+        """Return the trials of all contenders: key of the active plugins -> plugins left out."""
+        return {
+            key(on): [name for name in self.optional if name not in on]
+            for on in self.contenders.values()
+        }
 
 
-def key(on: Sequence[str], plugins: Sequence[str]) -> str:
-    """Name a trial by the active plugins among `plugins`."""
-    return " ".join(name for name in plugins if name in on) or "none"
+def key(on: Sequence[str]) -> str:
+    """Name a trial by its active plugins; contenders with the same plugins share it."""
+    return " ".join(on) or "none"
 
 
 def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
@@ -112,8 +101,6 @@ def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) 
         optional,
         kept,
         {name: _with_required(active, name, optional) for name in optional},
-        steppers=[name for name in optional if _in_steps(active, name)],
-        preparers=[name for name in optional if active.implements(name, DATA)],
         measured=[name for name in optional if name in only] or optional,
     )
 
@@ -124,12 +111,9 @@ def _needed(active: Active, name: str) -> str:
     answers = [hook for hook, mark in marks.items() if mark and not mark["wrapper"]]
     if answers:
         return READS if "render" in answers else LEARNS
-    return BOTH if marks["render"] and _in_steps(active, name) else ""
-
-
-def _in_steps(active: Active, name: str) -> bool:
-    """Tell whether a plugin can affect a step."""
-    return active.implements(name, [hook for hook in SPECS if hook not in (*DATA, *SILENT)])
+    if not active.implements(name, [hook for hook in SPECS if hook not in (*DATA, *SILENT)]):
+        return NO_STEP
+    return BOTH if marks["render"] else ""
 
 
 def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]:
@@ -141,36 +125,31 @@ def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]
     return [other for other in among if other in required]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command."""
-
-    rounds: int
-    steps: int
-    warmup: int
-    prepare_rounds: int | None
-    launch: str
-    instead: Sequence[str]
-    keep: Sequence[str]
-    only: Sequence[str]
-    out: Path | None
-    overwrite: bool
-    against: Path | None
-    tolerance: float
-
-
 class Regressed(PlugsftError):
     """Something is slower, takes more memory or gives other results than before."""
 
     exit_code = 1
 
 
-def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
-    """Measure each plugin alone and left out, in fresh processes, in rounds."""
+def bench(
+    recipe: Recipe,
+    active: Active,
+    path: Path,
+    settings: dict[str, Any],
+    keep: Sequence[str],
+    only: Sequence[str],
+    folder: Path | None,
+    overwrite: bool,
+    against: Path | None,
+) -> None:
+    """Measure each plugin alone and left out, in fresh processes, in rounds.
+
+    `settings` has the options that figures depend on: rounds, steps, warmup, launch and instead.
+    """
     refuse_ranks("bench")
-    contenders = choose_contenders(active, options.keep, options.only)
+    contenders = choose_contenders(active, keep, only)
     instead: dict[str, dict[str, Any]] = {}
-    for text in options.instead:
+    for text in settings["instead"]:
         name, _, change = text.partition(":")
         path_of_key, _, value = change.partition("=")
         if name in contenders.optional and value:
@@ -179,23 +158,21 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
             raise RecipeError(
                 f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
-    file = (options.out or Path(f"{recipe.folder}-bench")) / JSON
-    running = BenchRun(
-        recipe, contenders, options, instead, file, new_report(path, recipe, contenders, options)
-    )
-    earlier = Bench(read_report(options.against)) if options.against else None
+    file = (folder or Path(f"{recipe.folder}-bench")) / JSON
+    running = BenchRun(contenders, instead, file, new_report(path, recipe, contenders, settings))
+    earlier = Bench(read_report(against)) if against else None
     if earlier:
         ensure_comparable(Bench(running.report), earlier)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
         raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
-    if file.exists() and not options.overwrite:
+    if file.exists() and not overwrite:
         raise RecipeError(f"--out: {file} exists; add --overwrite, or give another folder")
     file.parent.mkdir(parents=True, exist_ok=True)
     for name, reason in contenders.kept.items():
         say(f"always on: {name}: {reason}")
     try:
         examples = (running.steps + 1) * recipe.train.batch_size
-        with trials(recipe, active, options.launch, examples) as runner:
+        with trials(recipe, active, settings["launch"], examples) as runner:
             running.measure(runner)
     except KeyboardInterrupt:
         running.write("stopped")
@@ -205,13 +182,13 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     print_table(result.table())
     say(f"figures: {file}")
     if earlier and min(len(bench.report["rounds"]) for bench in (result, earlier)) < ROUNDS:
-        say(f"compared with {options.against}: memory and results; speed: {UNKNOWN}")
-    if earlier and (problems := [*regressions(result, earlier, options.tolerance)]):
-        raise Regressed("\n".join(f"compared with {options.against}: {text}" for text in problems))
+        say(f"compared with {against}: memory and results; speed: {UNKNOWN}")
+    if earlier and (problems := [*regressions(result, earlier)]):
+        raise Regressed("\n".join(f"compared with {against}: {text}" for text in problems))
 
 
 def new_report(
-    path: Path, recipe: Recipe, contenders: Contenders, options: Options
+    path: Path, recipe: Recipe, contenders: Contenders, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a report without measurements."""
     return {
@@ -219,18 +196,13 @@ def new_report(
         "status": "running",
         "name": path.stem,
         "recipe": recipe.model_dump(exclude_none=True, exclude={"output"}),
-        "settings": {name: getattr(options, name) for name in SETTINGS},
-        **{name: getattr(contenders, name) for name in FACTS},
+        "settings": settings,
+        "measured": contenders.measured,
+        "kept": contenders.kept,
         "contenders": {
-            name: {
-                "on": on,
-                "rounds": key(on, contenders.steppers),
-                "preparations": key(on, contenders.preparers),
-            }
-            for name, on in contenders.contenders.items()
+            name: {"on": on, "rounds": key(on)} for name, on in contenders.contenders.items()
         },
         "rounds": [],
-        "preparations": [],
     }
 
 
@@ -238,9 +210,7 @@ def new_report(
 class BenchRun:
     """A bench while it runs."""
 
-    recipe: Recipe
     contenders: Contenders
-    options: Options
     instead: dict[str, dict[str, Any]]
     """Plugin -> keys to set where it is off."""
     file: Path
@@ -250,22 +220,32 @@ class BenchRun:
     @property
     def steps(self) -> int:
         """Steps of a trial."""
-        return self.options.warmup + self.options.steps
+        return int(self.report["settings"]["warmup"] + self.report["settings"]["steps"])
 
     def measure(self, runner: TrialRunner) -> None:
-        """Run the rounds of steps, then those of preparation."""
-        options, contenders = self.options, self.contenders
-        if contenders.steppers:
-            trials = contenders.trials_for(contenders.steppers, [*contenders.contenders])
-            self.try_baseline(runner, trials["none"])
-            self.run_rounds("rounds", options.rounds, trials, partial(self.train, runner))
-        rounds = options.rounds if options.prepare_rounds is None else options.prepare_rounds
-        # Tokens that the recipe names are already prepared.
-        if rounds and contenders.preparers and not self.recipe.data.tokens:
-            measured = [name for name in contenders.preparers if name in contenders.measured]
-            names = [BASELINE, *map(alone, measured)]
-            trials = contenders.trials_for(contenders.preparers, names)
-            self.run_rounds("preparations", rounds, trials, partial(prepare_twice, runner))
+        """Run trials in rounds; write the report after each. What fails is not repeated."""
+        trials, rounds = self.contenders.trials(), self.report["settings"]["rounds"]
+        self.try_baseline(runner, trials["none"])
+        say(f"{rounds} rounds of {format_count(len(trials), 'trial')}")
+        failed = set[str]()
+        with progress("bench", rounds * len(trials), "trials") as advance:
+
+            def run(name: str) -> Figures | None:
+                if name in failed:
+                    return None
+                left_out = trials[name]
+                figures = read_figures(runner.run(self.changes(left_out), self.steps, left_out))
+                advance(1, name)
+                if figures["error"]:
+                    failed.add(name)
+                    say(f"with {name}: failed: {figures['error'].splitlines()[-1]}")
+                return figures
+
+            for results in in_rounds(rounds, {name: partial(run, name) for name in trials}):
+                self.report["rounds"].append(
+                    {name: value for name, value in results.items() if value}
+                )
+                self.write("running")
 
     def try_baseline(self, runner: TrialRunner, left_out: Sequence[str]) -> None:
         """Try a step of the baseline, which must run."""
@@ -281,40 +261,10 @@ class BenchRun:
         changes = [self.instead.get(name, {}) for name in left_out]
         return {key: value for each in changes for key, value in each.items()}
 
-    def train(self, runner: TrialRunner, left_out: Sequence[str]) -> Figures:
-        """Train a trial; return its figures."""
-        return read_figures(runner.run(self.changes(left_out), self.steps, left_out))
-
-    def run_rounds(
-        self,
-        part: str,
-        rounds: int,
-        trials: dict[str, list[str]],
-        measure: Callable[[Sequence[str]], Figures],
-    ) -> None:
-        """Run trials in rounds; write the report after each. What fails is not repeated."""
-        say(f"{part}: {rounds} of {format_count(len(trials), 'trial')}")
-        failed = set[str]()
-        with progress("bench", rounds * len(trials), "trials") as advance:
-
-            def run(name: str) -> Figures | None:
-                if name in failed:
-                    return None
-                figures = measure(trials[name])
-                advance(1, name)
-                if figures["error"]:
-                    failed.add(name)
-                    say(f"with {name}: failed: {figures['error'].splitlines()[-1]}")
-                return figures
-
-            for results in in_rounds(rounds, {name: partial(run, name) for name in trials}):
-                self.report[part].append({name: value for name, value in results.items() if value})
-                self.write("running")
-
     def write(self, status: str) -> None:
         """Write the figures so far."""
         self.report["status"] = status
-        if self.report["rounds"] or self.report["preparations"]:
+        if self.report["rounds"]:
             results = Bench(self.report).results()
             self.report["summary"] = {result.plugin: result.summary() for result in results}
             write_text(self.file, as_json(self.report))
@@ -338,15 +288,6 @@ def read_figures(trial: Trial) -> Figures:
         if peaks := [rank[device] for rank in trial.ranks if device in rank]:
             figures[device] = max(peaks)
     return figures
-
-
-def prepare_twice(runner: TrialRunner, left_out: Sequence[str]) -> Figures:
-    """Prepare the data with an empty cache, then again as another run with the same cache."""
-    cache = runner.folder / "cache"
-    first, again = (runner.prepare(left_out, cache) for _ in range(2))
-    shutil.rmtree(cache, ignore_errors=True)
-    error = first["error"] or again["error"]
-    return {"error": error} if error else first | {"again": again["seconds"]}
 
 
 def print_table(table: list[list[str]]) -> None:

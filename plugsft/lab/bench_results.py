@@ -11,7 +11,7 @@ import numpy as np
 from ..base.errors import RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..recipe.parse import flatten
-from .timing import FASTER, NOISE, UNKNOWN, Ratio, machine_line
+from .timing import FASTER, NOISE, Ratio, machine_line
 
 Figures = dict[str, Any]
 """The metrics of each step of a trial, and its peak memory."""
@@ -23,7 +23,9 @@ EXACT, ROUNDED = {"loss": 1e-4, "grad_norm": 1e-3}, {"loss": 1e-2, "grad_norm": 
 """Relative differences that rounding may make, in float32 and in bfloat16."""
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 MIB = 2**20
-PLUGINS = ["plugin", "alone", "among the others", "memory", "preparing", "again", "summary"]
+PLUGINS = ["plugin", "alone", "among the others", "memory", "summary"]
+TOLERANCE = 0.05
+"""How much worse than an earlier bench is allowed."""
 
 
 def alone(plugin: str) -> str:
@@ -41,16 +43,11 @@ class PluginResult:
     """The effects of a plugin: alone against none, and all against all without it."""
 
     plugin: str
-    steps: bool
-    """Whether it can affect a step."""
     alone: Ratio | None = None
     company: Ratio | None = None
     """All plugins against all but this one."""
     memory: dict[str, float] = field(default_factory=dict)
     """Host and device -> extra bytes, alone; negative if it saves some."""
-    prepared: Ratio | None = None
-    again: Ratio | None = None
-    """A second preparation, by another run."""
     learned: str = ""
     """How it affects results."""
     failed: list[str] = field(default_factory=list)
@@ -58,26 +55,18 @@ class PluginResult:
 
     def row(self) -> list[str]:
         """Return its row of the table."""
-        ratios = [self.alone, self.company, self.prepared, self.again]
-        cells = [str(ratio) if ratio else "" for ratio in ratios]
-        if not self.steps:
-            cells[0] = "not in steps"
+        cells = [str(ratio) if ratio else "" for ratio in (self.alone, self.company)]
         extra = [
             f"{'device ' * (device == 'device')}{size / MIB:+,.0f} MiB"
             for device, size in self.memory.items()
         ]
-        return [self.plugin, *cells[:2], ", ".join(extra), *cells[2:], self.summary()]
+        return [self.plugin, *cells, ", ".join(extra), self.summary()]
 
     def summary(self) -> str:
         """Summarize the effects in a few words."""
         phrases = [self.alone.word] if self.alone else []
         if self.company and (not self.alone or self.company.word != self.alone.word):
             phrases.append(f"among the others {self.company.word}")
-        for act, ratio in (("prepares", self.prepared), ("prepares again", self.again)):
-            if ratio and ratio.word == UNKNOWN:
-                phrases = phrases or [UNKNOWN]
-            elif ratio and ratio.word != NOISE:
-                phrases.append(f"{act} {ratio.word}")
         if self.learned:
             phrases.append(f"affects results ({self.learned})")
         phrases += [f"{contender} failed" for contender in self.failed]
@@ -93,25 +82,25 @@ class Bench:
         self.contenders: dict[str, dict[str, Any]] = report["contenders"]
         self.measured: list[str] = report["measured"]
 
-    def trials(self, contender: str, part: str = "rounds") -> list[Figures]:
+    def trials(self, contender: str) -> list[Figures]:
         """Return a contender's figures in each round, with those of a failure."""
-        key = self.contenders[contender][part]
-        return [figures[key] for figures in self.report[part] if key in figures]
+        key = self.contenders[contender]["rounds"]
+        return [figures[key] for figures in self.report["rounds"] if key in figures]
 
-    def figures(self, contender: str, part: str = "rounds") -> list[Figures]:
+    def figures(self, contender: str) -> list[Figures]:
         """Return a contender's figures in the rounds that succeeded."""
-        return [figures for figures in self.trials(contender, part) if not figures["error"]]
+        return [figures for figures in self.trials(contender) if not figures["error"]]
 
-    def error(self, contender: str, part: str = "rounds") -> str:
+    def error(self, contender: str) -> str:
         """Return the last line of a contender's error, or an empty string."""
-        errors = [figures for figures in self.trials(contender, part) if figures["error"]]
+        errors = [figures for figures in self.trials(contender) if figures["error"]]
         if errors and errors[0].get("out_of_memory"):
             return "out of memory"
         return str(errors[0]["error"]).strip().splitlines()[-1] if errors else ""
 
-    def pairs(self, one: str, other: str, part: str = "rounds") -> list[tuple[Figures, Figures]]:
+    def pairs(self, one: str, other: str) -> list[tuple[Figures, Figures]]:
         """Return the figures of two contenders in the rounds in which both succeeded."""
-        both = zip(self.trials(one, part), self.trials(other, part), strict=False)
+        both = zip(self.trials(one), self.trials(other), strict=False)
         return [(a, b) for a, b in both if not a["error"] and not b["error"]]
 
     def results(self) -> Iterator[PluginResult]:
@@ -121,28 +110,19 @@ class Bench:
 
     def result(self, name: str) -> PluginResult:
         """Return the effects of a plugin."""
-        result = PluginResult(name, name in self.report["steppers"])
-        by_itself, without = alone(name), name_without(name)
-        if result.steps:
-            result.alone = speed_ratio(self.pairs(by_itself, BASELINE), self.warmup)
-            result.company = speed_ratio(self.pairs(ALL, without), self.warmup)
-            for device in ("host", "device"):
-                peaks = [self.peak(contender, device) for contender in (by_itself, BASELINE)]
-                if all(peaks):
-                    result.memory[device] = peaks[0] - peaks[1]
-            for one, other in ((by_itself, BASELINE), (ALL, without)):
-                for a, b in self.pairs(one, other)[:1]:
-                    result.learned = result.learned or describe_difference(a, b)
-            result.failed = [name for name in (by_itself, without) if self.error(name)]
-        part = "preparations"
-        if name in self.report["preparers"] and self.report[part]:
-            if pairs := self.pairs(by_itself, BASELINE, part):
-                result.prepared = Ratio(tuple(b["seconds"] / a["seconds"] for a, b in pairs))
-                result.again = Ratio(tuple(b["again"] / a["again"] for a, b in pairs))
-                if pairs[0][0]["made"] != pairs[0][1]["made"]:
-                    result.learned = result.learned or "other tokens"
-            if self.error(by_itself, part):
-                result.failed.append(by_itself)
+        result = PluginResult(name)
+        pairs = ((alone(name), BASELINE), (ALL, name_without(name)))
+        result.alone, result.company = (
+            speed_ratio(self.pairs(*pair), self.warmup) for pair in pairs
+        )
+        for device in ("host", "device"):
+            peaks = [self.peak(contender, device) for contender in pairs[0]]
+            if all(peaks):
+                result.memory[device] = peaks[0] - peaks[1]
+        for pair in pairs:
+            for a, b in self.pairs(*pair)[:1]:
+                result.learned = result.learned or describe_difference(a, b)
+        result.failed = [name for name in (alone(name), name_without(name)) if self.error(name)]
         return result
 
     def peak(self, contender: str, device: str) -> float:
@@ -222,8 +202,8 @@ def ensure_comparable(now: Bench, earlier: Bench) -> None:
             )
 
 
-def regressions(now: Bench, earlier: Bench, tolerance: float) -> Iterator[str]:
-    """Yield what is slower, takes more memory or gives other results, beyond a tolerance."""
+def regressions(now: Bench, earlier: Bench) -> Iterator[str]:
+    """Yield what is slower, takes more memory or gives other results."""
     for name in now.contenders:
         if name not in earlier.contenders or not earlier.figures(name):
             continue
@@ -233,10 +213,10 @@ def regressions(now: Bench, earlier: Bench, tolerance: float) -> Iterator[str]:
         ratio = speed_ratio(pairs, now.warmup)
         if ratio is None:
             continue
-        if ratio.word == FASTER and ratio.middle > 1 + tolerance:  # the earlier one is faster
+        if ratio.word == FASTER and ratio.middle > 1 + TOLERANCE:  # the earlier one is faster
             yield f"{name}: a step takes {ratio.middle:.2f} times as long"
         growth = now.peak(name, "host") / max(1.0, earlier.peak(name, "host"))
-        if growth > 1 + tolerance:
+        if growth > 1 + TOLERANCE:
             yield f"{name}: peak memory is {growth:.2f} times as high"
         if why := describe_difference(*pairs[0][::-1]):
             yield f"{name}: affects results: {why}"

@@ -1,16 +1,13 @@
-"""One trial of a recipe: python -m plugsft.lab.trial RECIPE BYTES trains it, without BYTES it
-prepares its data.
+"""One trial of a recipe: python -m plugsft.lab.trial RECIPE BYTES.
 
 Each trial is a fresh process, so that it inherits no loaded modules, caches or memory.
 `accelerate launch -m plugsft.lab.trial` starts several ranks.
 """
 
-import importlib
 import json
 import os
 import resource
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,6 @@ import psutil
 import torch
 
 from .. import loop
-from ..base.atomic import MANIFEST
-from ..base.checksums import digest
 from ..base.errors import PlugsftError, out_of_memory
 from ..base.machine import look, peak_memory
 from ..base.types import LoadedSteps
@@ -31,7 +26,6 @@ from ..registry.discover import FoundPlugin
 from ..registry.load import load
 from ..run import open as open_run
 from ..tokens.store import Tokens
-from .trials import prepare_data
 
 NO_STACK = "can't start new thread"
 """Python's message when a memory limit leaves no space for a thread's stack."""
@@ -123,29 +117,10 @@ def limit_memory(limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
 
 
-def prepare(path: Path) -> dict[str, Any]:
-    """Prepare; return the seconds, a digest of the tokens, and the error."""
-    try:
-        recipe, active = load(path)
-        started = time.perf_counter()
-        data = prepare_data(recipe, active)
-        seconds = time.perf_counter() - started
-    except (PlugsftError, MemoryError, RuntimeError) as error:
-        return {"error": str(error) or type(error).__name__}
-    files = json.loads((data.tokens.folder / MANIFEST).read_text())
-    shards = {name: stamp for name, stamp in files.items() if name.endswith(".arrow")}
-    return {"seconds": seconds, "made": digest(shards), "error": ""}
-
-
 def main() -> None:
     """Run a trial; write this rank's results next to the recipe."""
     path = Path(sys.argv[1])
-    if len(sys.argv) == 2:
-        for name in ("datasets", "torch", "transformers.models.auto.tokenization_auto"):
-            importlib.import_module(name)  # before the clock starts
-        result = prepare(path)
-    else:
-        result = run(path, int(sys.argv[2]))
+    result = run(path, int(sys.argv[2]))
     rank = os.environ.get("RANK", "0")
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -91,22 +90,16 @@ def trials(
     """
     with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as temporary, sigterm_as_interrupt():
         folder = Path(temporary)
-        changes = {"output": str(folder / "data"), "eval": None}
-        data = prepare_data(recipe.model_copy(update=changes), active)
+        bare = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
+        active.attach(DataDefaults(bare.folder), BatchDefaults())
+        with active.name_failing_plugin():
+            check_recipe(bare, active, look(), DATA)
+            data = prepare(bare, active)
+            check_ids(bare, data.largest_id)
         runner = TrialRunner(recipe, active, folder, data, launch)
         if examples is not None:
             runner.use(runner.epoch_order()[: examples or None])
         yield runner
-
-
-def prepare_data(recipe: Recipe, active: Active) -> Prepared:
-    """Check a recipe's data and prepare it."""
-    active.attach(DataDefaults(recipe.folder), BatchDefaults())
-    with active.name_failing_plugin():
-        check_recipe(recipe, active, look(), DATA)
-        data = prepare(recipe, active)
-        check_ids(recipe, data.largest_id)
-    return data
 
 
 class TrialRunner:
@@ -151,35 +144,16 @@ class TrialRunner:
         """
         # The trial ends before the last step, which would save the model.
         changes = {**changes, "train.steps": steps + 1, "train.log_every": 10**9}
-        folder = self._write(self.tables, changes, without)
-        words = [*(self._launch or [sys.executable]), "-m", MODULE, str(folder / RECIPE)]
-        code, seconds = run_process([*words, str(memory)], folder / OUTPUT)
-        return read_trial(folder, steps, code, seconds)
-
-    def prepare(self, without: Sequence[str], cache: Path) -> dict[str, Any]:
-        """Prepare the data in a fresh process, as a run would; return what `trial.prepare` does."""
-        caches = self._recipe.providers("cached_tokens")
-        changes = {f"plugins.{each.plugin}.{each.option}": None for each in caches}
-        folder = self._write(self._whole, {**changes, "data.tokens": None}, without)
-        words = [sys.executable, "-m", MODULE, str(folder / RECIPE)]
-        code, seconds = run_process(words, folder / OUTPUT, PLUGSFT_CACHE=str(cache))
-        trial = read_trial(folder, 0, code, seconds)
-        figures = trial.ranks[0] if trial.ranks else {"error": trial.error}
-        shutil.rmtree(folder)
-        return figures
-
-    def _write(
-        self, tables: dict[str, Any], changes: Mapping[str, Any], without: Sequence[str]
-    ) -> Path:
-        """Write a recipe with changes into the folder of a new trial."""
         self._started += 1
         folder = self.folder / f"{self._started:04d}"
         folder.mkdir()
-        tables = with_changes(tables, {**changes, "output": str(folder / "run")})
+        tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
         for name in without:
             tables["plugins"].pop(name, None)
         (folder / RECIPE).write_text(tomli_w.dumps(tables))
-        return folder
+        words = [*(self._launch or [sys.executable]), "-m", MODULE, str(folder / RECIPE)]
+        code, seconds = run_process([*words, str(memory)], folder / OUTPUT)
+        return read_trial(folder, steps, code, seconds)
 
 
 def read_trial(folder: Path, steps: int, code: int, seconds: float) -> Trial:

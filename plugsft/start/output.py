@@ -90,7 +90,7 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
         if not checkpoints:
             raise CheckpointError(
                 f"--resume: there is no checkpoint in {folder}; start without --resume (with "
-                "--overwrite if the output holds results), or use --resume auto"
+                "--overwrite if the output holds results), or use --resume-auto"
             )
     else:
         return []
@@ -131,8 +131,8 @@ def has_checkpoint(recipe: Recipe) -> bool:
     # A save waits for the one before: after the second one, the first is published.
     if done > 2 * recipe.checkpoint.interval(run.steps.total) > 0:
         raise CheckpointError(
-            f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
-            "missing; restore them, or start again with --overwrite in place of --resume auto"
+            f"--resume-auto: the run in {folder} reached step {done:,}, and its checkpoints are "
+            "missing; restore them, or start again with --overwrite in place of --resume-auto"
         )
     if done:
         say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
@@ -149,5 +149,5 @@ def finished_without_checkpoints(recipe: Recipe) -> bool:
         if results and read_text(folder / "recipe.toml") == resolved(recipe):
             return True
     if results:
-        raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {results}")
+        raise RecipeError(f"--resume-auto: {recipe.output} holds another recipe's run: {results}")
     return False

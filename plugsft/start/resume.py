@@ -22,4 +22,4 @@ class Resume:
         if (self.latest or self.path or self.auto) and self.overwrite:
             raise RecipeError("--resume needs what --overwrite removes; choose one of them")
         if self.auto and self.path:
-            raise RecipeError("--resume auto takes the latest checkpoint; leave out --resume-from")
+            raise RecipeError("--resume-auto takes the latest checkpoint; leave out --resume-from")

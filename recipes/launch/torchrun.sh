@@ -11,4 +11,4 @@ exec torchrun \
     --nnodes "$NODES" --nproc-per-node "${RANKS:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "$HOST:${PORT:-29500}" --rdzv-id "${RUN:-plugsft}" \
     --max-restarts 0 \
-    -m plugsft launch "$@" --resume auto
+    -m plugsft launch "$@" --resume-auto

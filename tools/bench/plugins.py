@@ -28,9 +28,7 @@ SCRATCH = {"hidden": 320, "layers": 4, "heads": 5, "vocab": 8192, "context": 102
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 512, "context": 1024}
 PADDED = {"train.micro_batch": 4}
 TOGETHER = (
-    "multiprocess_tokenize",
     "fast_tokenizer",
-    "arrow_cache",
     "bfd_packing",
     "async_collate",
     "fused_loss",
@@ -65,7 +63,7 @@ def main() -> None:
         together = bench(folder, scratch, TOGETHER, {}, [*words, *instead])
         train = {key.removeprefix("train."): value for key, value in PADDED.items()}
         apart = bench(folder, scratch, APART, train, words)
-        keep = ["--keep=bfd_packing", "--prepare-rounds=0"]
+        keep = ["--keep=bfd_packing"]
         compiled = bench(folder, scratch, COMPILED, {}, [*words, *keep])
     report = {"benches": [together, apart, compiled]}
     shared.write_report(report, options.json)
