@@ -16,8 +16,9 @@ import pytest
 from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
 from plugin_packages import activate, install
 
+from plugsft.base.console import print_table
 from plugsft.base.errors import RecipeError
-from plugsft.lab.bench import BOTH, LEARNS, NO_STEP, READS, choose_contenders, print_table
+from plugsft.lab.bench import BOTH, LEARNS, NO_STEP, READS, choose_contenders
 from plugsft.lab.bench_results import Bench, ensure_comparable, regressions, speed_ratio
 from plugsft.lab.timing import (
     FASTER,

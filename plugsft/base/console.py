@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -46,6 +46,17 @@ QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
 def say(text: str) -> None:
     """Print one line, on the main process only."""
     out.print(text, markup=False)
+
+
+def print_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> None:
+    """Print rows with aligned columns; those of the numbers `right` end at one place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        say("  ".join(cells).rstrip())
 
 
 def say_at_once(text: str) -> None:

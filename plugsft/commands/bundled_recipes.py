@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from ..base.atomic import replace_file
-from ..base.console import say
+from ..base.console import print_table, say
 from ..base.errors import PlugsftError, did_you_mean, reason_of
 from ..base.launch_files import bundled_folder
 from .json_schema import schema_text
@@ -44,10 +44,7 @@ def files_of(kind: str) -> dict[str, str]:
 
 def print_kinds() -> None:
     """Print every kind with its line."""
-    table = kinds()
-    width = max(map(len, table))
-    for kind, line in table.items():
-        say(f"{kind.ljust(width)}  {line}")
+    print_table([*kinds().items()])
     say("\nplugsft init KIND writes one, with its data and launch files.")
 
 

@@ -11,12 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, build_folders, claim, is_claimed
 from ..base.checksums import cache_folder
-from ..base.console import format_size, out, say
+from ..base.console import format_size, print_table, say
 from ..base.errors import DataError, PlugsftError, reason_of
 from ..tokens.store import Tokens
 
@@ -62,13 +60,8 @@ def ls(folder: Path | None) -> None:
         ]
         for entry in listed
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows if listed else []):
-        cells = [
-            text.rjust(width) if 0 < column < 4 else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
+    if listed:
+        print_table(rows, range(1, 4))
     unfinished = len(_being_built(home))
     note = f"; {unfinished} unfinished" if unfinished else ""
     say(f"{home}: {_count(listed)}, {format_size(sum(entry.size for entry in listed))}{note}")

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
-from ..base.console import out, say
+from ..base.console import print_table, say
 from ..hooks import CORE
 from ..output.folder import find_run
 from ..recipe.parse import resolved
 from ..registry.active import options_of
-from ..registry.contracts import SPECS
 from ..registry.discover import FoundPlugin, find
 from ..registry.load import load
 
@@ -27,11 +24,7 @@ def list_plugins() -> None:
     if not plugins:
         say("no plugins; `plugsft new-plugin NAME` writes a skeleton")
         return
-    width = max(map(len, plugins))
-    origin_width = max(len(plugin.origin) for plugin in plugins.values())
-    for plugin in plugins.values():
-        rest = f"  {plugin.origin:<{origin_width}}  {summary_of(plugin)}"
-        out.print(Text.assemble((f"{plugin.name:<{width}}", "bold"), rest.rstrip()))
+    print_table([(name, plugin.origin, summary_of(plugin)) for name, plugin in plugins.items()])
 
 
 def summary_of(plugin: FoundPlugin) -> str:
@@ -54,13 +47,13 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     """Print who answers and who wraps each hook, then each plugin's options and summary."""
     recipe, active = load(path, overrides, without)
     active.attach()
-    width = max(map(len, SPECS))
+    hooks = []
     for hook, is_stage, answers, wrappers in active.describe():
         names = [*answers, CORE] if is_stage or hook in CORE_NOTICES else answers
         text = (", else " if is_stage else ", ").join(names) or "nobody"
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
-        kind = "stage " if is_stage else "notice"
-        out.print(Text.assemble((f"{hook:<{width}}", "bold"), f"  {kind}  {text}{wrapped}"))
+        hooks.append((hook, "stage" if is_stage else "notice", text + wrapped))
+    print_table(hooks)
     last = {
         plugin.name: f"{plugin.summary} (last run)" for plugin in find_run(recipe.folder).plugins
     }
@@ -69,7 +62,6 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         shown = ", ".join(
             f"{key} = {json.dumps(value, default=str)}" for key, value in options.items()
         )
-        say("")
-        out.print(Text.assemble((name, "bold"), f"  {active.found[name].origin}"))
+        say(f"\n{name}  {active.found[name].origin}")
         say(f"  options  {shown or 'none'}")
         say(f"  summary  {last.get(name, 'not run yet')}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.atomic import write_text
-from ..base.console import format_count, progress, say
+from ..base.console import format_count, print_table, progress, say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..hooks import DATA
 from ..recipe.parse import value_of
@@ -288,11 +288,3 @@ def read_figures(trial: Trial) -> Figures:
         if peaks := [rank[device] for rank in trial.ranks if device in rank]:
             figures[device] = max(peaks)
     return figures
-
-
-def print_table(table: list[list[str]]) -> None:
-    """Print the aligned lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = zip(row, widths, strict=True)
-        say("  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip())

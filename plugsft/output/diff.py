@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.text import Text
-
-from ..base.console import out, say
+from ..base.console import print_table, say
 from ..base.errors import PlugsftError
 from ..data.cache_key import differences
 from ..recipe.parse import flatten
@@ -20,8 +18,8 @@ from ..registry.discover import BUNDLED
 from .folder import read_run
 from .run_record import Data, RunRecord, finite
 
-NARROW, WIDE = 12, 36
-"""Least and most characters of a column; a longer value has a line of its own."""
+WIDE = 36
+"""Most characters of a column; a longer value has a line of its own."""
 RESULTS = ("loss", "accuracy", "margin")
 """Training metrics that are results; every evaluation metric is one."""
 COUNTS = ("rows", "examples", "tokens", "trained_tokens", "pairs")
@@ -38,8 +36,7 @@ ROUNDING = 1e-6
 TIME = re.compile(r"\b[\d.,]+ (ms|s|min)\b")
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """A value of each run, and the relative change from A to B."""
 
     name: str
@@ -72,7 +69,7 @@ def diff(first: Path, second: Path) -> None:
     for name, run in zip("AB", runs, strict=True):
         steps = f"{run.steps.done:,} of {run.steps.total:,} steps"
         state = f"{run.status}, {steps}, started {run.started.replace('T', ' ')}"
-        out.print(Text.assemble((name, "bold"), f"  {run.folder}: {state}"))
+        say(f"{name}  {run.folder}: {state}")
         notes += problems(name, run)
     for note in notes:
         say(f"note: {note}")
@@ -84,18 +81,12 @@ def diff(first: Path, second: Path) -> None:
 
 
 def show(section: Section) -> None:
-    """Print two values in a line, or long ones below each other."""
-    short = [row for row in section.rows if max(len(row.a), len(row.b)) <= WIDE]
-    name = max(len(row.name) for row in [*section.rows, Row(section.title, "", "")])
-    width = max([NARROW, *(len(text) for row in short for text in (row.a, row.b))])
-    head = f"{section.title:<{name}}  {'A':<{width}}  B" if short else section.title
-    out.print(Text(f"\n{head}", "bold"))
-    for row in section.rows:
-        if row in short:
-            line = f"{row.name:<{name}}  {row.a:<{width}}  {row.b:<{width}}  {row.change}".rstrip()
-        else:
-            line = f"{row.name:<{name}}  A: {row.a}\n{'':<{name}}  B: {row.b}"
-        out.print(Text(line))
+    """Print two values in a line, then long ones below each other."""
+    long = [row for row in section.rows if max(len(row.a), len(row.b)) > WIDE]
+    say("")
+    print_table([Row(section.title, "A", "B"), *(row for row in section.rows if row not in long)])
+    for row in long:
+        say(f"{row.name}  A: {row.a}\n{'':<{len(row.name)}}  B: {row.b}")
     for line in section.lines:
         say(line)
 

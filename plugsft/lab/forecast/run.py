@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...base.console import format_size, progress, say
+from ...base.console import format_size, print_table, progress, say
 from ...base.errors import PlugsftError, did_you_mean
 from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
@@ -66,7 +66,7 @@ def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
             advance(1, "")
         introduce(recipe, forecaster, traced, cluster)
         forecasts = forecaster.forecast({}, cluster)
-        print_table(forecasts, cluster)
+        show_table(forecasts, cluster)
         chosen = choose(forecasts)
         if chosen is None:
             say(f"nothing fits in {format_size(cluster.memory)}. Changes, and the total with each:")
@@ -175,7 +175,7 @@ def introduce(recipe: Recipe, forecaster: Forecaster, traced: Traced, cluster: C
     say(f"{cluster}\n")
 
 
-def print_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
+def show_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
     """Print a column for each strategy; explain the rows."""
     rows = [["", *(forecast.strategy.name for forecast in forecasts)]]
     for part in Memory._fields:
@@ -187,11 +187,7 @@ def print_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
         ["", *("fits" if forecast.fits else "too much" for forecast in forecasts)],
     ]
     notes = EXPLAINED | {"reserved": cluster.reserved_for}
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        say("  ".join([*cells, notes.get(row[0], "")]).rstrip())
+    print_table([[*row, notes.get(row[0], "")] for row in rows], range(1, len(rows[0])))
     say("")
 
 
