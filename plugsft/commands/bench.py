@@ -18,30 +18,25 @@ Instead = Annotated[
     typer.Option(
         metavar="NAME:KEY=VALUE",
         help="Where plugin NAME is off, set a key: bfd_packing:train.micro_batch=8.",
-        show_default=False,
     ),
 ]
 Keep = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Leave this plugin on in every run.", show_default=False),
+    typer.Option(metavar="NAME", help="Leave this plugin on in every run."),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Measure only this plugin.", show_default=False),
+    typer.Option(metavar="NAME", help="Measure only this plugin."),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Where to write. Default: OUTPUT-bench.", show_default=False
-    ),
+    typer.Option(metavar="FOLDER", help="Where to write. Default: OUTPUT-bench."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench.")]
 Against = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
-        help="Compare with an earlier bench.json; exit code 1 if anything is worse.",
-        show_default=False,
+        metavar="FILE", help="Compare with an earlier bench.json; exit code 1 if anything is worse."
     ),
 ]
 

@@ -38,7 +38,7 @@ def inspect(
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write a page to this file.", show_default=False),
+        typer.Option(metavar="FILE", help="Also write a page to this file."),
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data."""
@@ -53,7 +53,7 @@ def inspect(
 
 CacheFolder = Annotated[
     Path | None,
-    typer.Option(help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft.", show_default=False),
+    typer.Option(help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft."),
 ]
 
 
@@ -68,7 +68,7 @@ def gc(
     folder: CacheFolder = None,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove entries unused for this many days.", show_default=False),
+        typer.Option(min=0, help="Remove entries unused for this many days."),
     ] = None,
 ) -> None:
     """Remove unfinished builds and, with --keep-days, entries that are unused for long."""

@@ -7,12 +7,10 @@ import typer
 
 
 def diff(
-    first: Annotated[
-        Path, typer.Argument(metavar="RUN_A", help="A run's output folder.", show_default=False)
-    ],
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's output folder.")],
     second: Annotated[
         Path,
-        typer.Argument(metavar="RUN_B", help="Another run's output folder.", show_default=False),
+        typer.Argument(metavar="RUN_B", help="Another run's output folder."),
     ],
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""

@@ -19,14 +19,10 @@ def chat(
     ],
     ask: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Ask this, print the answer, and exit.", show_default=False
-        ),
+        typer.Option(metavar="TEXT", help="Ask this, print the answer, and exit."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 256,
-    system: Annotated[
-        str, typer.Option(metavar="TEXT", help="The system message.", show_default=False)
-    ] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="The system message.")] = "",
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[
         float | None,
@@ -38,9 +34,7 @@ def chat(
     repetition_penalty: Annotated[
         float | None, typer.Option(help=f"Above 1: repetitions are less likely. {MODELS}")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Repeat the same random answers.", show_default=False)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeat the same random answers.")] = None,
     trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""
@@ -70,7 +64,6 @@ def export(
         typer.Option(
             metavar="FOLDER",
             help="A new folder, or hub:OWNER/NAME. Default with --merge: OUTPUT/merged.",
-            show_default=False,
         ),
     ] = None,
     public: Annotated[
@@ -79,8 +72,7 @@ def export(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
-            help="With --merge: the type of the weights. Default: model.dtype of the run's recipe.",
-            show_default=False,
+            help="With --merge: the type of the weights. Default: model.dtype of the run's recipe."
         ),
     ] = None,
     without: Without = None,

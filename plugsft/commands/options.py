@@ -26,25 +26,16 @@ RecipeFile = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help="A recipe in TOML, YAML or JSON.",
-        show_default=False,
         autocompletion=complete_recipe,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY.PATH=VALUE",
-        help="Change keys: train.batch_size=8",
-        show_default=False,
-    ),
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Change keys: train.batch_size=8"),
 ]
 Without = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Switch a plugin off; may be repeated.",
-        show_default=False,
-    ),
+    typer.Option(metavar="NAME", help="Switch a plugin off; may be repeated."),
 ]
 Trusted = Annotated[
     bool,
@@ -55,7 +46,6 @@ Launch = Annotated[
     typer.Option(
         metavar="COMMAND",
         help='Launch ranks with it: "accelerate launch --config_file FILE". Default: one process.',
-        show_default=False,
     ),
 ]
 
@@ -67,9 +57,7 @@ ResumeAuto = Annotated[
     bool,
     typer.Option("--resume-auto", help="Resume from the latest checkpoint, or start without one."),
 ]
-ResumeFrom = Annotated[
-    Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
-]
+ResumeFrom = Annotated[Path | None, typer.Option(help="Resume from this checkpoint.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")
 ]

@@ -21,7 +21,6 @@ def plan(
             metavar="SIZE",
             help=f"Memory of each GPU, as 80GiB; {SIZES} Default: that of --gpu, or of this "
             "machine's GPU, or of this machine.",
-            show_default=False,
         ),
     ] = None,
     gpu: Annotated[
@@ -29,7 +28,6 @@ def plan(
         typer.Option(
             metavar="NAME",
             help="H100, H200, B200, A100, ... Default: any GPU of --memory, or this machine.",
-            show_default=False,
         ),
     ] = None,
     probe: Annotated[

@@ -22,7 +22,6 @@ def init(
         typer.Argument(
             metavar="[KIND]",
             help="sft, lora, dpo, ...; without it, all are listed.",
-            show_default=False,
             autocompletion=complete_kind,
         ),
     ] = "",
@@ -44,9 +43,7 @@ def check(
     without: Without = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Ranks (processes) of the launch.", show_default=False
-        ),
+        typer.Option(metavar="N", min=1, help="Ranks (processes) of the launch."),
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
@@ -66,9 +63,7 @@ def check(
 def plugins(
     recipe: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe in TOML, YAML or JSON.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="A recipe in TOML, YAML or JSON."),
     ] = None,
     overrides: Overrides = None,
     without: Without = None,
@@ -95,7 +90,6 @@ def convert(
         typer.Argument(
             metavar="FILE",
             help="A configuration of axolotl, LLaMA-Factory or TRL: YAML, JSON, or a shell line.",
-            show_default=False,
         ),
     ],
     tool: Annotated[

@@ -39,36 +39,25 @@ def train(
 Ranks = Annotated[
     int | None,
     typer.Option(
-        metavar="N",
-        min=1,
-        help="Ranks of each machine. Default: one for each visible GPU, else 1.",
-        show_default=False,
+        metavar="N", min=1, help="Ranks of each machine. Default: one for each visible GPU, else 1."
     ),
 ]
 Strategy = Annotated[
     str | None,
-    typer.Option(metavar="ddp|fsdp2|zero3", help="Default: ddp.", show_default=False),
+    typer.Option(metavar="ddp|fsdp2|zero3", help="Default: ddp."),
 ]
-Nodes = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Number of machines.", show_default=False)
-]
+Nodes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of machines.")]
 Node = Annotated[
     int | None,
-    typer.Option(metavar="N", min=0, help="Number of this machine, from 0.", show_default=False),
+    typer.Option(metavar="N", min=0, help="Number of this machine, from 0."),
 ]
 Host = Annotated[
     str | None,
-    typer.Option(metavar="HOST", help="Name or address of machine 0.", show_default=False),
+    typer.Option(metavar="HOST", help="Name or address of machine 0."),
 ]
 Port = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        max=65535,
-        help="Free port of machine 0. Default: 29500.",
-        show_default=False,
-    ),
+    typer.Option(metavar="N", min=1, max=65535, help="Free port of machine 0. Default: 29500."),
 ]
 
 

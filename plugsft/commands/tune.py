@@ -18,7 +18,6 @@ def tune(
             metavar="SIZE",
             help=f"Limit per rank, as 20GiB; {SIZES} Default: the GPU's memory, or a rank's share "
             "of the machine's.",
-            show_default=False,
         ),
     ] = None,
     steps: Annotated[

@@ -18,7 +18,6 @@ COPIED: Copied = {
     "dataset_prepared_path": ("plugins.arrow_cache.folder", str),
     "early_stopping_patience": ("plugins.early_stopping.patience", int),
     "hub_model_id": ("plugins.push.to", str),
-    "excess_length_strategy": ("data.too_long", "drop"),
     "torch_compile": ("plugins.compile", dict),
     "cut_cross_entropy": ("plugins.fused_loss", dict),
     "liger_fused_linear_cross_entropy": ("plugins.fused_loss", dict),
@@ -188,8 +187,7 @@ def _set_texts(c: Conversion) -> None:
     """Write the longest example, packing, and the chat template."""
     longest, micro = c.read("sequence_len", 512), c.read("micro_batch_size", 1)
     c.set("data.max_length", longest, "sequence_len")
-    if c.value("data.too_long") == "raise":
-        c.lines["data.too_long"].value = "error"
+    c.set("data.too_long", "drop", comment="axolotl drops longer examples")
     if c.read("sample_packing", False) and c.get("rl") is None:
         training.set_packing(c, longest * micro, "sample_packing")
     if c.get("chat_template", "tokenizer_default") not in ("tokenizer_default", *TEMPLATES):
@@ -228,8 +226,6 @@ def _set_evaluation(c: Conversion) -> None:
         return
     if steps:
         training.set_interval(c, "eval.every", steps, "eval_steps")
-    elif c.get("eval_strategy") == "epoch":
-        training.set_each_epoch(c, "eval.every", "eval_strategy")
     else:
         training.set_share(c, "eval.every", _share(c, "evals_per_epoch"), "evals_per_epoch")
 
@@ -331,7 +327,6 @@ TOOL = Tool(
             "save_strategy",
             "evals_per_epoch",
             "eval_steps",
-            "eval_strategy",
             "datasets[].roles",
         ),
         *("warmup_ratio", "fsdp", "dp_shard_size", "batch_size", "group_by_length"),

@@ -49,8 +49,6 @@ class Conversion:
     """Key of the recipe -> its line."""
     left: dict[str, str] = field(default_factory=dict)
     """Key that is not converted -> the reason."""
-    same: list[str] = field(default_factory=list)
-    """Keys that need no line of their own."""
     remarks: list[str] = field(default_factory=list)
     """What a user should know, though all keys are converted."""
     files: dict[str, str] = field(default_factory=dict)
@@ -58,8 +56,6 @@ class Conversion:
     launcher: str = ""
     """The strategy of `plugsft launch`, where it is not ddp."""
     read_keys: list[str] = field(default_factory=list)
-    written: set[str] = field(default_factory=set)
-    """Keys that a line of the recipe names."""
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -96,7 +92,6 @@ class Conversion:
         origins = [f"{key}: {_spell(self.get(key))}" for key in keys if self.get(key) is not None]
         if keys and not origins:
             origins = [f"{self.tool}'s default"]
-        self.written.update(keys)
         self.lines[to] = Line(value, "; ".join([*origins, *filter(None, [comment])]))
 
     def copy(self, table: Copied) -> None:
@@ -160,13 +155,10 @@ class Tool:
                 key, f"not a value that {c.tool} takes ({reason_of(error)}); correct it"
             ) from error
         for key, value in c.flat.items():
-            if key in c.left or _holds_keys(value) or value in (None, [], {}, ""):
+            if key in c.read_keys or _holds_keys(value) or value in (None, [], {}, ""):
                 continue
-            reason = "" if key in c.read_keys else self._reason(key, value)
-            if reason:
+            if reason := self._reason(key, value):
                 c.leave(key, reason)
-            elif key not in c.written and not {*"[."} & {*key}:
-                c.same.append(key)
 
     def _reason(self, key: str, value: Any) -> str:
         """Return why a key is not converted, by the nearest key above it that is in a table."""

@@ -113,8 +113,8 @@ def _set_lora(c: Conversion) -> None:
 
 
 def _set_data(c: Conversion) -> None:
-    """Write the sources, their columns, and the rows of evaluations."""
-    names, tests = c.names("dataset"), c.names("eval_dataset")
+    """Write the sources, their columns, and the rows that are held out."""
+    names = c.names("dataset")
     if not names:
         raise RecipeError(f"{c.path}: names no data set to train on; set dataset")
     folder, info = _read_info(c)
@@ -124,20 +124,13 @@ def _set_data(c: Conversion) -> None:
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
             "and [data.columns], or convert again where that file is",
         )
-    sources = {}
-    for name in (*names, *tests):
+    for name in names:
         if info and name not in info:
             raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{name}'; add it")
-        sources[name] = _source(c, name, info.get(name, {}), folder)
-    set_sources(c, [sources[name] for name in names], "dataset")
+    set_sources(c, [_source(c, name, info.get(name, {}), folder) for name in names], "dataset")
     _set_columns(c, [info[name] for name in names if info])
-    if tests:
-        for key, value in sources[tests[0]].items():
-            c.set(f"eval.{key}", value, "eval_dataset")
-    if len(tests) > 1:
-        c.leave("eval_dataset", "evaluations read one source; use one file for all")
     size = c.read("val_size", 0.0)
-    if size and not tests:
+    if size:
         hold_out(c, "val_size", size)
 
 

@@ -1,6 +1,5 @@
 """The text of a converted recipe, with the other tool's settings as comments."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,6 @@ def recipe_text(c: Conversion, name: Path) -> str:
     if c.left:
         lines += ["", f"# Settings of {c.tool} that are not converted:"]
         lines += [f"#   {line}" for line in left_lines(c)]
-    if c.same:
-        names = printable(", ".join(c.same))
-        lines += ["", "# Settings that need no line of their own:"]
-        lines += textwrap.wrap(names, 100, initial_indent="#   ", subsequent_indent="#   ")
     return "\n".join(lines) + "\n"
 
 

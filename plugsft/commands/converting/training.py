@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from ...base.console import format_count
-from ...base.errors import RecipeError, reason_of
-from ...base.limits import read_json_object
 from ...recipe.tables import Schedule
 from .conversion import Conversion, Copied
 from .sources import count_rows
@@ -264,7 +262,7 @@ def set_quantization(c: Conversion, bits: int, key: str) -> None:
 def set_launcher(c: Conversion) -> None:
     """Choose the strategy of `plugsft launch`."""
     if c.get("deepspeed"):
-        text = _deepspeed(c)
+        text = json.dumps(c.get("deepspeed"))
         stage = re.search(r'(?:"stage": |z(?:ero)?(?:_?stage)?[-_]?)([0-3])', text)
         c.launcher = "zero3" if stage is None or stage[1] == "3" else ""
         if re.search(r'^[^{]*offload|"device": "(cpu|nvme)"', text):
@@ -277,18 +275,3 @@ def set_launcher(c: Conversion) -> None:
         c.launcher = ""
     for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         c.copy({f"fsdp_config.{key}": ("plugins.gradient_checkpointing", dict)})
-
-
-def _deepspeed(c: Conversion) -> str:
-    """Return DeepSpeed's settings as JSON, or the name of their file if it does not lie here."""
-    value = c.get("deepspeed")
-    if isinstance(value, dict):
-        return json.dumps(value)
-    for file in (Path(str(value)), c.path.parent / str(value)):
-        if file.is_file():
-            try:
-                return json.dumps(read_json_object(file))
-            except (OSError, ValueError) as error:
-                reason = f"{file}: cannot be read ({reason_of(error)}); mend it"
-                raise RecipeError(reason) from error
-    return str(value)

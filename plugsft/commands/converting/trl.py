@@ -1,4 +1,4 @@
-"""TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
+"""TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`."""
 
 from ...base.errors import RecipeError
 from . import trainer, training
@@ -73,15 +73,10 @@ def convert(c: Conversion) -> None:
 
 
 def _set_data(c: Conversion) -> None:
-    """Write the sources: one name, a mixture, or alignment-handbook's mixer."""
+    """Write the sources: one name, or a mixture."""
     mixture = c.first("dataset_mixture.datasets", "datasets")
-    split = next((name for name in c.get("dataset_splits", []) if "train" in name), "train")
-    shares = c.get("dataset_mixer", {})
     if c.get(mixture):
         set_sources(c, listed_parts(c, mixture), mixture)
-    elif shares:
-        parts = [part(name, split, float(share)) for name, share in shares.items()]
-        set_sources(c, parts, "dataset_mixer")
     elif c.get("dataset_name"):
         set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
     else:
@@ -94,12 +89,10 @@ def _set_data(c: Conversion) -> None:
 
 def _hold_out(c: Conversion) -> None:
     size = c.first("dataset_mixture.test_split_size", "test_split_size")
-    test = next((name for name in c.get("dataset_splits", []) if "train" not in name), "test")
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))
     elif "data.source" in c.lines:
-        key = "dataset_splits" if c.get("dataset_splits") else "dataset_test_split"
-        c.set("eval.split", c.read("dataset_test_split", test), key)
+        c.set("eval.split", c.read("dataset_test_split", "test"), "dataset_test_split")
     else:
         c.leave(
             trainer.evaluation_key(c),
@@ -179,7 +172,7 @@ TOOL = Tool(
     "TRL",
     marks=(
         *("dataset_name", "dataset_train_split", "max_length", "max_seq_length", "dataset_mixture"),
-        *("dataset_mixer", "use_peft", "lora_r", "torch_dtype", "dtype", "completion_only_loss"),
+        *("use_peft", "lora_r", "torch_dtype", "dtype", "completion_only_loss"),
         *("assistant_only_loss", "dataset_num_proc", "datasets", "loss_type"),
     ),
     convert=convert,
@@ -195,7 +188,7 @@ TOOL = Tool(
         *trainer.SAME,
         *LORA,
         *("lora_target_modules", "lora_modules_to_save", "beta", "max_seq_length"),
-        *("dataset_mixture.seed", "dataset_mixture.datasets[].columns", "dataset_mixer"),
+        *("dataset_mixture.seed", "dataset_mixture.datasets[].columns"),
         *("dataset_mixture.test_split_size", "dataset_train_split", "dataset_test_split"),
     ),
 )
