@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
-from ..base.build_once import Watch, build_folders, claim, is_claimed
+from ..base.build_once import Watch, build_folders, claim
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
 from ..base.errors import DataError, PlugsftError, reason_of
@@ -139,11 +139,13 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
-    """Remove unfinished builds of dead processes; yield their names and sizes."""
+    """Remove unfinished builds whose process died on this machine; yield names and sizes."""
     watch: Watch = {}
-    for name in _abandoned(home, watch):
+    folders = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
+    unfinished = {name for name in folders if not is_published(home / name)}
+    for name in sorted(_being_built(home) | unfinished):
         folder = home / name
-        with claim(folder, watch) as claimed:  # so that a new builder waits
+        with claim(folder, watch) as claimed:  # so that a new builder waits; None if one lives
             paths = build_folders(folder)
             paths += [folder] if folder.exists() and not is_published(folder) else []
             if claimed is not None and paths:
@@ -151,20 +153,6 @@ def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
                 for path in paths:
                     remove(path)
     sweep(home)
-
-
-def _abandoned(home: Path, watch: Watch) -> list[str]:
-    """Return the names of unfinished builds whose processes give no heartbeat."""
-    unfinished = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
-    unfinished = {name for name in unfinished if not is_published(home / name)}
-    names, first_beats = _being_built(home) | unfinished, dict[Path, Any]()
-    alive: set[str] = set()
-    while undecided := {name for name in names - alive if is_claimed(home / name, watch)}:
-        for path, (beat, _) in watch.items():
-            if first_beats.setdefault(path, beat) != beat:
-                alive |= {name for name in undecided if path.name.startswith(f".{name}.")}
-        time.sleep(0.1)
-    return sorted(names - alive)
 
 
 def _being_built(home: Path) -> set[str]:

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -161,7 +160,7 @@ def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
 
 
 def ensure_possible(recipe: Recipe, layout: Layout) -> None:
-    """Refuse a strategy that the recipe contradicts, and an address that no node reaches."""
+    """Refuse a strategy that the recipe contradicts."""
     if recipe.train.keep_whole_gradients and layout.strategy != "fsdp2":
         raise LaunchError(
             f"--strategy {layout.strategy}: train.keep_whole_gradients is for fsdp2; remove it"
@@ -183,30 +182,6 @@ def ensure_possible(recipe: Recipe, layout: Layout) -> None:
                 f"--strategy {layout.strategy}: {quantized.table} stores weights that cannot be "
                 "sharded; use --strategy ddp"
             )
-    if layout.nodes > 1:
-        _ensure_address(layout)
-
-
-def _ensure_address(layout: Layout) -> None:
-    """Refuse a host that this machine cannot find, and a port that is taken."""
-    try:
-        socket.getaddrinfo(layout.host, layout.port)
-    except OSError as error:
-        raise LaunchError(
-            f"--host {layout.host}: this machine does not know that name ({error.strerror}); give "
-            "the IP address of machine 0"
-        ) from error
-    if layout.node:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", layout.port))
-        except OSError as error:
-            raise LaunchError(
-                f"--port {layout.port}: it is in use on this machine ({error.strerror}); give "
-                f"another on every machine: --port {layout.port + 1}"
-            ) from error
 
 
 def settings_of(strategy: str) -> dict[str, str]:
