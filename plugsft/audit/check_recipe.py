@@ -13,6 +13,7 @@ from ..base.console import format_size
 from ..base.errors import RecipeError, reason_of
 from ..base.machine import free_disk, look
 from ..batches.defaults import BatchDefaults
+from ..batches.estimate import EstimatedColumns
 from ..batches.plan import small_data
 from ..data.cache_key import TOKEN_HOOKS
 from ..data.defaults import DataDefaults
@@ -31,7 +32,6 @@ from ..registry import active as registry
 from ..registry.active import Active
 from ..start.inputs import one_at_a_time
 from .batches import describe_batches
-from .examples import Examples
 from .findings import Findings
 from .sources import check_data
 
@@ -83,7 +83,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         findings.warn("ranks", warning)
     steps = None
     with findings.about("steps"):
-        if len(examples.lengths):
+        if len(examples["lengths"]):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
         count = steps or recipe.train.steps or 100
@@ -152,14 +152,15 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
 
 
 def _steps(
-    findings: Findings, recipe: Recipe, active: Active, estimate: Examples, ranks: int
+    findings: Findings, recipe: Recipe, active: Active, estimate: EstimatedColumns, ranks: int
 ) -> int:
     """Return the steps of the run, estimated from a sample of its examples."""
-    train, lengths, examples = recipe.train, estimate.lengths, len(estimate.lengths)
+    train, lengths = recipe.train, estimate["lengths"]
+    examples = len(lengths)
     layouts = active.hooks.plan_batches(
         order=np.arange(examples),
         lengths=lengths,
-        columns=estimate.columns,
+        columns=estimate,
         ranks=ranks,
         train=train,
     )

@@ -3,6 +3,8 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from ..base.console import format_count
 from ..base.errors import DataError
 from ..batches.estimate import EstimatedColumns
@@ -14,7 +16,6 @@ from ..model.checks import check_weights
 from ..model.config import check_ids
 from ..recipe.tables import Recipe, Source
 from ..registry.active import Active
-from .examples import Examples
 from .findings import Findings, judge_chats, judge_rows
 
 ROWS = 100
@@ -23,7 +24,7 @@ ROWS = 100
 
 def check_data(
     findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> tuple[Examples, float]:
+) -> tuple[EstimatedColumns, float]:
     """Check the sources; estimate the examples of an epoch, and the tokens to be written."""
     if recipe.data.tokens:
         return _prepared(findings, recipe, active, wrong), 0.0
@@ -35,7 +36,7 @@ def check_data(
     can_encode = not {*wrong} & {model.tokenizer or model.path, model.template_file}
     tokens, work = 0.0, None
     # If nothing can be encoded, the number of examples is still known.
-    examples = [Examples.unknown(len(rows)) for rows in opened]
+    examples = [EstimatedColumns(np.ones(len(rows), np.int64)) for rows in opened]
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         if complete:
             with findings.about("columns"):
@@ -46,7 +47,7 @@ def check_data(
             if work is not None:
                 with findings.about("rows"):
                     examples[number] = _rows(findings, recipe, active, work, opened, number)
-                    tokens += examples[number].lengths.sum()
+                    tokens += examples[number]["lengths"].sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 evaluation = recipe.eval_source()
@@ -55,15 +56,15 @@ def check_data(
                     work.sources = [evaluation]
                     with findings.about("rows"):
                         evaluated = _rows(findings, recipe, active, work, [rows], 0)
-                        tokens += evaluated.lengths.sum()
+                        tokens += evaluated["lengths"].sum()
     if not complete:
-        return Examples.unknown(0), tokens
-    return Examples.joined(examples, [source.weight for source in sources]), tokens
+        return EstimatedColumns(np.ones(0, np.int64)), tokens
+    return join(examples, [source.weight for source in sources]), tokens
 
 
 def _prepared(
     findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> Examples:
+) -> EstimatedColumns:
     """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
         if not wrong:
@@ -74,8 +75,8 @@ def _prepared(
             order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=seed)
             lengths, columns = tokens.lengths[order], tokens.plan_columns()
             ordered = {name: values[order] for name, values in columns.items()}
-            return Examples(lengths, EstimatedColumns(lengths, ordered))
-    return Examples.unknown(0)
+            return EstimatedColumns(lengths, ordered)
+    return EstimatedColumns(np.ones(0, np.int64))
 
 
 def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
@@ -110,7 +111,7 @@ def _rows(
     work: ShardWriter,
     opened: list[OpenSource],
     number: int,
-) -> Examples:
+) -> EstimatedColumns:
     """Prepare the first rows of a source; estimate the examples of all."""
     sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
     shard, rows = sample.shard, opened[number].part(0, len(opened[number]))
@@ -137,4 +138,20 @@ def _rows(
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
     of_all = len(opened[number]) / len(sample.rows)
-    return Examples.like(sample.tokens, round(shard.examples * of_all))
+    count, known = round(shard.examples * of_all), sample.tokens.plan_columns()
+    columns = {name: np.resize(values, count) for name, values in known.items()}
+    return EstimatedColumns(np.resize(sample.tokens.lengths, count), columns)
+
+
+def join(parts: list[EstimatedColumns], weights: list[float]) -> EstimatedColumns:
+    """Return the examples of all sources, each as often as its weight says."""
+    counts = [
+        round(weight * len(part["lengths"])) for part, weight in zip(parts, weights, strict=True)
+    ]
+    joined = {
+        name: np.concatenate(
+            [np.resize(part[name], count) for part, count in zip(parts, counts, strict=True)]
+        )
+        for name in {name for part in parts for name in part}
+    }
+    return EstimatedColumns(joined["lengths"], joined)

@@ -9,10 +9,10 @@ from ..base.types import Ints
 
 
 class EstimatedColumns(dict[str, Any]):
-    """Columns for an estimate; a column without known values is all 0."""
+    """Columns for an estimate, `lengths` among them; one without known values is all 0."""
 
     def __init__(self, lengths: Ints, columns: Mapping[str, Any] | None = None) -> None:
-        shapes = {"longest": lengths, "sequences": np.ones_like(lengths)}
+        shapes = {"lengths": lengths, "longest": lengths, "sequences": np.ones_like(lengths)}
         super().__init__({**shapes, **(columns or {})})
         self._count = len(lengths)
 
