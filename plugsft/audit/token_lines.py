@@ -31,8 +31,8 @@ def legend(colour: bool) -> Text:
     signs = "  ⏎ newline  ⇥ tab  ␣ extra space"
     if not colour:
         return Text(f"trained tokens: underlined, ^ and ~ in turn.{signs}")
-    words = [("trained tokens", TRAINED[0]), "  ", ("not trained", SEEN[1]), "  "]
-    return Text.assemble(*words, ("special tokens", "bold"), signs)
+    trained, seen = ("trained tokens", TRAINED[0]), ("not trained", SEEN[1])
+    return Text.assemble(trained, "  ", seen, "  ", ("special tokens", "bold"), signs)
 
 
 def draw(pieces: Sequence[Piece], width: int, colour: bool) -> Iterator[Text]:
@@ -63,7 +63,7 @@ def underline(line: Text) -> str:
     """Return marks below the trained tokens of a line."""
     marks = [" "] * len(line)
     for start, end, style in line.spans:
-        if style in UNDERLINES:
-            marks[start:end] = UNDERLINES[style] * (end - start)
+        if mark := UNDERLINES.get(str(style)):
+            marks[start:end] = mark * (end - start)
     widths = map(cell_len, line.plain)
     return "".join(mark * width for mark, width in zip(marks, widths, strict=True)).rstrip()
