@@ -72,10 +72,10 @@ def read_source(
     return Source(tables, path, own, [without] if isinstance(without, str) else without)
 
 
-def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return tables with values replaced or added; None removes a key."""
     result = dict(tables)
-    for key, value in overrides.items():
+    for key, value in (overrides or {}).items():
         if value is None:
             result.pop(key, None)
         elif isinstance(value, Mapping):

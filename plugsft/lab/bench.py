@@ -1,7 +1,7 @@
 """`plugsft bench`: the costs and gains of each plugin of a recipe, measured on this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ NO_STEP = "it affects no step"
 
 @dataclass
 class Contenders:
-    """The optional plugins of a recipe, and the contenders: name -> active optional plugins."""
+    """The optional plugins of a recipe, and the contenders made of them."""
 
     optional: list[str]
     kept: dict[str, str]
@@ -46,18 +46,21 @@ class Contenders:
     requires: dict[str, list[str]]
     """Optional plugin -> itself and the plugins that it requires."""
     measured: list[str]
-    contenders: dict[str, list[str]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.contenders = {BASELINE: [], ALL: self.optional}
-        for name in self.measured:
-            self.contenders[alone(name)] = self.requires[name]
-        for name in self.measured:
-            self.contenders[name_without(name)] = self.without([name])
-
-    def without(self, names: Sequence[str]) -> list[str]:
-        """Return the optional plugins without `names`, and without those that require them."""
-        return [name for name in self.optional if not {*names} & {*self.requires[name]}]
+    @property
+    def contenders(self) -> dict[str, list[str]]:
+        """Name -> active optional plugins."""
+        return {
+            BASELINE: [],
+            ALL: self.optional,
+            **{alone(name): self.requires[name] for name in self.measured},
+            **{
+                name_without(name): [
+                    other for other in self.optional if name not in self.requires[other]
+                ]
+                for name in self.measured
+            },
+        }
 
     def trials(self) -> dict[str, list[str]]:
         """Return the trials of all contenders: key of the active plugins -> plugins left out."""

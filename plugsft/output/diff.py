@@ -143,16 +143,8 @@ def text(value: Any) -> str:
 
 def recipe_keys(folder: Path) -> dict[str, Any]:
     """Return a recipe's keys as overrides write them; plugins have a section of their own."""
-
-    def tables(value: Any) -> Any:
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}
-        if isinstance(value, dict):
-            return {key: tables(item) for key, item in value.items() if item != {}}
-        return value
-
     recipe = read(folder / "recipe.toml")
-    return flatten(tables({k: v for k, v in recipe.items() if k not in ("output", "plugins")}))
+    return flatten({k: v for k, v in recipe.items() if k not in ("output", "plugins")})
 
 
 def plugins(run: RunRecord, names: list[str]) -> dict[str, Any]:
@@ -240,14 +232,13 @@ def figure(value: float | None) -> str:
 
 def losses(a: RunRecord, b: RunRecord) -> list[str]:
     """Say whether the losses are the same, or at which step they diverge."""
-    losses_a, losses_b = (dict(run.series.get("loss", [])) for run in (a, b))
-    common = sorted(losses_a.keys() & losses_b.keys())
-    pairs = [(losses_a[step], losses_b[step]) for step in common]
-    for step, (first, second) in zip(common, pairs, strict=True):
-        if not are_close(first, second):
-            return [f"losses diverge at step {step:,}: {text(first)} and {text(second)}"]
+    one, other = (dict(run.series.get("loss", [])) for run in (a, b))
+    common = sorted(one.keys() & other.keys())
+    for step in common:
+        if not are_close(one[step], other[step]):
+            return [f"losses diverge at step {step:,}: {text(one[step])} and {text(other[step])}"]
     same = f"losses are the same in all {len(common):,} common steps"
-    if any(first != second for first, second in pairs):
+    if any(one[step] != other[step] for step in common):
         same += f", but for rounding (relative differences below {ROUNDING:g})"
     return [same] if common else []
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from ..api.recipes import merged
 from ..base.step_folders import list_checkpoints, parse_step
 from .processes import results, workers
 from .tiny_runs import (
@@ -13,7 +14,6 @@ from .tiny_runs import (
     MICRO_BATCH,
     Tables,
     Trained,
-    merged,
     prepare,
     tiny_recipe,
     train,

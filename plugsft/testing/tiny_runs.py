@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from .. import loop, run
+from ..api.recipes import merged
 from ..base.errors import did_you_mean
 from ..base.machine import look
 from ..base.types import Slice, WeightSlice
@@ -62,15 +63,6 @@ def tiny_recipe(
             "plugins": {name: dict(options or {})},
         }
         yield merged(recipe, tables)
-
-
-def merged(recipe: Tables, tables: Tables | None) -> dict[str, Any]:
-    """Return a recipe with values of its tables replaced or added."""
-    result = dict(recipe)
-    for key, value in (tables or {}).items():
-        known = result.get(key)
-        result[key] = {**known, **value} if isinstance(known, dict) else value
-    return result
 
 
 def without_plugin(recipe: Tables, name: str) -> dict[str, Any]:

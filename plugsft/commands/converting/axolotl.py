@@ -31,6 +31,7 @@ LORA: Copied = {
     "peft_use_dora": ("plugins.lora.dora", bool),
     "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
     "lora_model_dir": ("plugins.lora.adapter", str),
+    "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
 }
 KTO: Copied = {
     "rl_beta": ("plugins.kto.beta", 0.1),
@@ -241,7 +242,6 @@ def _set_lora(c: Conversion) -> None:
             c.set("plugins.lora.targets", "all-linear", "lora_target_linear")
         else:
             training.set_targets(c, "lora_target_modules")
-        training.set_modules_to_save(c, "lora_modules_to_save")
     if adapter == "qlora" or c.read("load_in_4bit", False):
         training.set_quantization(c, 4, c.first("load_in_4bit", "adapter"))
     elif c.read("load_in_8bit", False):
@@ -321,7 +321,7 @@ TOOL = Tool(
         *training.SAME,
         *LORA,
         *LIGER,
-        *("lora_target_linear", "lora_target_modules", "lora_modules_to_save", "load_in_8bit"),
+        *("lora_target_linear", "lora_target_modules", "load_in_8bit"),
         *(
             "save_steps",
             "save_strategy",

@@ -101,7 +101,7 @@ class Conversion:
                 if self.read(key, False):
                     self.set(to, {}, key)
             elif isinstance(default, type):
-                value = self.read(key, default())
+                value = self.names(key) if default is list else self.read(key, default())
                 if value:
                     self.set(to, value, key)
             else:

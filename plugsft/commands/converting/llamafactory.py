@@ -43,6 +43,7 @@ LORA: Copied = {
     "use_dora": ("plugins.lora.dora", bool),
     "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
     "adapter_name_or_path": ("plugins.lora.adapter", str),
+    "additional_target": ("plugins.lora.modules_to_save", list),
 }
 
 
@@ -109,7 +110,6 @@ def _set_lora(c: Conversion) -> None:
     if c.get("stage") in ("dpo", "kto"):
         c.set("plugins.lora.dropout", 0.0, "lora_dropout")
     training.set_targets(c, "lora_target", ["all"])
-    training.set_modules_to_save(c, "additional_target")
 
 
 def _set_data(c: Conversion) -> None:
@@ -217,7 +217,7 @@ TOOL = Tool(
     same=(
         *trainer.SAME,
         *LORA,
-        *("lora_rank", "lora_alpha", "lora_target", "additional_target"),
+        *("lora_rank", "lora_alpha", "lora_target"),
         *("pref_loss", "pref_beta", "pref_ftx", "packing"),
         *("overwrite_cache", "use_v1_kernels", "infer_backend", "export_legacy_format"),
     ),

@@ -1,7 +1,6 @@
 """Sources of rows and their splits."""
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 from ...base.errors import RecipeError
 from .conversion import Conversion
 
-PARTS = re.compile(r"(\w[\w.-]*)(?:\[(?:(\d+)%)?:(?:(\d+)%)?\])?")
-"""A split, perhaps with a slice in percent."""
 CONFIG = (
     "a source has no configurations; download the files of this one, and use data.source = FILE"
 )
@@ -73,19 +70,14 @@ def count_rows(path: Path) -> int | None:
 
 def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
     """Return the splits of training and evaluation: the last rows are held out."""
-    match = PARTS.fullmatch(split)
-    if match is None:
-        return None
-    name, start, stop = match[1], int(match[2] or 0), int(match[3] or 100)
-    middle = round(stop - (stop - start) * size, 6)
-    if size < 1 and middle.is_integer() and middle < stop:
-        first, last = f"{start}%" if start else "", f"{stop}%" if stop < 100 else ""
-        return f"{name}[{first}:{middle:g}%]", f"{name}[{middle:g}%:{last}]"
-    known = count_rows(Path(path))
-    rows = max(1, round(known * size)) if known and size < 1 else size
-    if "[" in split or rows % 1:
-        return None
-    return f"{name}[:-{rows:g}]", f"{name}[-{rows:g}:]"
+    middle = round(100 - 100 * size, 6)
+    if size < 1 and middle.is_integer() and middle < 100:
+        rest = f"{middle:g}%"
+    else:
+        known = count_rows(Path(path))
+        rows = max(1, round(known * size)) if known and size < 1 else size
+        rest = "" if rows % 1 else f"-{rows:g}"
+    return None if "[" in split or not rest else (f"{split}[:{rest}]", f"{split}[{rest}:]")
 
 
 def hold_out(c: Conversion, key: str, size: float) -> bool:

@@ -245,13 +245,6 @@ def set_targets(c: Conversion, key: str, default: Sequence[str] = ()) -> None:
         c.set("plugins.lora.targets", names, key)
 
 
-def set_modules_to_save(c: Conversion, key: str) -> None:
-    """Write the layers that are trained whole beside the adapters."""
-    names = c.names(key)
-    if names:
-        c.set("plugins.lora.modules_to_save", names, key)
-
-
 def set_quantization(c: Conversion, bits: int, key: str) -> None:
     """Write [plugins.quantize]."""
     if "plugins.lora.r" not in c.lines:

@@ -32,6 +32,7 @@ LORA: Copied = {
     "lora_dropout": ("plugins.lora.dropout", 0.05),
     "use_rslora": ("plugins.lora.rslora", bool),
     "use_dora": ("plugins.lora.dora", bool),
+    "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
 }
 
 
@@ -165,7 +166,6 @@ def _set_lora(c: Conversion) -> None:
     if "plugins.lora.targets" not in c.lines and c.get("lora_target_modules") is None:
         comment = "peft's default for Llama, Mistral, Qwen and Gemma"
         c.set("plugins.lora.targets", ["q_proj", "v_proj"], comment=comment)
-    training.set_modules_to_save(c, "lora_modules_to_save")
 
 
 TOOL = Tool(
@@ -187,7 +187,7 @@ TOOL = Tool(
     same=(
         *trainer.SAME,
         *LORA,
-        *("lora_target_modules", "lora_modules_to_save", "beta", "max_seq_length"),
+        *("lora_target_modules", "beta", "max_seq_length"),
         *("dataset_mixture.seed", "dataset_mixture.datasets[].columns"),
         *("dataset_mixture.test_split_size", "dataset_train_split", "dataset_test_split"),
     ),
