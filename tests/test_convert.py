@@ -270,7 +270,7 @@ ALIASES = "a0: &a0 [x]\n" + "\n".join(
         (f"{AXOLOTL}\nadam_beta1: -1", [], "(adam_beta1: -1)"),
         (f"{AXOLOTL}\nmax_steps: .inf", [], "max_steps = inf: it should be a finite number"),
         (f"{AXOLOTL}\noutput_dir: [null]", [], "output_dir = [None]: it should be a text"),
-        (f"{AXOLOTL}\ntokenizer_config: [x]", [], "tokenizer_config = ['x']: it should be a text"),
+        (f"{AXOLOTL}\nwandb_project: [x]", [], "wandb_project = ['x']: it should be a text"),
         ('{"base_model": "\\ud800", "datasets": [{"path": "d"}]}', [], "surrogates not allowed"),
         (ALIASES, [], "more than 100,000 values"),
         ("a: &a [*a]", [], "nested deeper"),
@@ -295,10 +295,8 @@ def test_a_part_of_a_row_is_not_held_out(folder):
     assert "eval.split" not in made.lines
 
 
-def test_llama_factorys_added_tokens_are_all_converted(folder):
-    settings = BASES["llamafactory"] | {"add_tokens": "<a>, <b>", "add_special_tokens": "<c>"}
-    made = converted("llamafactory", settings, folder)
-    assert made.lines["model.add_tokens"].value == ["<a>", "<b>", "<c>"]
+def test_adapters_of_a_recipe_stand_in_one_table(folder):
+    made = converted("llamafactory", BASES["llamafactory"], folder)
     options = [line.split()[0] for line in recipe_text(made, folder).splitlines() if line]
     assert options[(start := options.index("[plugins.lora]")) : start + 5] == [
         *("[plugins.lora]", "r", "alpha", "dropout", "targets")

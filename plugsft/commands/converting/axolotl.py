@@ -4,22 +4,17 @@ from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import training
 from .conversion import Conversion, Copied, Tool
-from .sources import hold_out, listed_parts, part, places, set_sources
+from .sources import hold_out, listed_parts, places, set_sources
 
 COPIED: Copied = {
     **training.SHARED,
     "base_model": ("model.path", str),
-    "revision_of_model": ("model.revision", str),
-    "tokenizer_config": ("model.tokenizer", str),
     "output_dir": ("output", "./model-out"),
     "learning_rate": ("train.learning_rate", float),
     "logging_steps": ("train.log_every", int),
     "save_total_limit": ("checkpoint.keep", 4),
     "dataset_prepared_path": ("plugins.arrow_cache.folder", str),
-    "early_stopping_patience": ("plugins.early_stopping.patience", int),
-    "hub_model_id": ("plugins.push.to", str),
     "torch_compile": ("plugins.compile", dict),
-    "cut_cross_entropy": ("plugins.fused_loss", dict),
     "liger_fused_linear_cross_entropy": ("plugins.fused_loss", dict),
     "flash_attention": ("plugins.flash_attention", dict),
 }
@@ -27,16 +22,7 @@ LORA: Copied = {
     "lora_r": ("plugins.lora.r", 8),
     "lora_alpha": ("plugins.lora.alpha", 8),
     "lora_dropout": ("plugins.lora.dropout", 0.0),
-    "peft_use_rslora": ("plugins.lora.rslora", bool),
-    "peft_use_dora": ("plugins.lora.dora", bool),
-    "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
-    "lora_model_dir": ("plugins.lora.adapter", str),
     "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
-}
-KTO: Copied = {
-    "rl_beta": ("plugins.kto.beta", 0.1),
-    "kto_desirable_weight": ("plugins.kto.desirable_weight", 1.0),
-    "kto_undesirable_weight": ("plugins.kto.undesirable_weight", 1.0),
 }
 LIGER: Copied = {
     "liger_rms_norm": ("plugins.liger.rms_norm", bool),
@@ -62,11 +48,8 @@ ROLES = {
 """Role -> the names of it that plugsft reads."""
 COLUMNS = {
     "field": "text",
-    "text_column": "text",
     "field_chosen": "chosen",
     "field_rejected": "rejected",
-    "field_tools": "tools",
-    "field_system": "system",
 }
 """Key of a data set -> plugsft's column."""
 OWN_TEXT = (
@@ -108,7 +91,7 @@ def convert(c: Conversion) -> None:
     if c.value("model.dtype") == "bfloat16" and c.get("adapter") is None:
         training.remark_weights(c)
     _set_speed(c)
-    if c.get("wandb_project") and c.read("use_wandb", True):
+    if c.get("wandb_project"):
         training.set_trackers(c, ["wandb"], "wandb_project", "wandb_name", "wandb_project")
     training.set_launcher(c)
 
@@ -116,15 +99,12 @@ def convert(c: Conversion) -> None:
 def _set_objective(c: Conversion) -> None:
     """Write the plugin of a preference run, or refuse the run."""
     kind = c.get("rl")
-    if c.read("reward_model", False):
-        c.copy({"center_rewards_coefficient": ("plugins.reward.center", 0.0)})
+    c.copy({"reward_model": ("plugins.reward", dict)})
     if kind == "kto":
-        c.copy(KTO)
+        c.set("plugins.kto", {}, "rl")
     elif kind in PREFERENCES:
         c.set("plugins.dpo.loss", PREFERENCES[kind], "rl")
-        beta = c.first("rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
-        c.copy({beta: ("plugins.dpo.beta", 0.1)})
-        c.copy({"precompute_ref_log_probs": ("plugins.dpo_reference", dict)})
+        c.copy({"rl_beta": ("plugins.dpo.beta", 0.1)})
     elif kind is not None:
         raise c.refuse(
             "rl", "plugsft trains on rows, and generates none while it trains; use axolotl"
@@ -133,16 +113,12 @@ def _set_objective(c: Conversion) -> None:
 
 def _set_data(c: Conversion) -> None:
     """Write the sources, and what is trained in their rows."""
-    key = c.first("datasets", "pretraining_dataset")
-    if not c.get(key):
+    if not c.get("datasets"):
         raise RecipeError(f"{c.path}: names no data; set datasets")
-    if isinstance(c.get(key), str):
-        set_sources(c, [part(c.get(key))], key)
-    else:
-        set_sources(c, listed_parts(c, key), key)
-        for place in places(c, key):
-            _check_rows(c, place)
-        _set_columns(c, places(c, key))
+    set_sources(c, listed_parts(c, "datasets"), "datasets")
+    for place in places(c, "datasets"):
+        _check_rows(c, place)
+    _set_columns(c, places(c, "datasets"))
     if c.read("train_on_inputs", False):
         c.set("data.train_on", "all", "train_on_inputs")
         c.leave(

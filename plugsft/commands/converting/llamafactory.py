@@ -28,22 +28,13 @@ DPO: Copied = {
     "pref_loss": ("plugins.dpo.loss", "sigmoid"),
     "pref_beta": ("plugins.dpo.beta", 0.1),
     "pref_ftx": ("plugins.dpo.nll", float),
-    "dpo_label_smoothing": ("plugins.dpo.label_smoothing", float),
-    "simpo_gamma": ("plugins.dpo.gamma", float),
-    "ref_model": ("plugins.dpo.reference", str),
 }
 KTO: Copied = {
     "pref_beta": ("plugins.kto.beta", 0.1),
-    "kto_chosen_weight": ("plugins.kto.desirable_weight", 1.0),
-    "kto_rejected_weight": ("plugins.kto.undesirable_weight", 1.0),
 }
 LORA: Copied = {
     "lora_dropout": ("plugins.lora.dropout", 0.0),
-    "use_rslora": ("plugins.lora.rslora", bool),
-    "use_dora": ("plugins.lora.dora", bool),
-    "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
     "adapter_name_or_path": ("plugins.lora.adapter", str),
-    "additional_target": ("plugins.lora.modules_to_save", list),
 }
 
 
@@ -70,36 +61,26 @@ def convert(c: Conversion) -> None:
     if c.get("quantization_bit"):
         training.set_quantization(c, c.read("quantization_bit", 4), "quantization_bit")
     trainer.set_training(c, 5e-5)
-    if c.read("pure_bf16", False):
-        c.set("model.dtype", "bfloat16", "pure_bf16")
-        if kind == "full":
-            c.set("model.weights", "bfloat16", "pure_bf16")
     if not c.read("disable_gradient_checkpointing", False):
         c.set("plugins.gradient_checkpointing", {}, "disable_gradient_checkpointing")
-    keys = ("add_tokens", "add_special_tokens")
-    if names := [name for key in keys for name in c.names(key)]:
-        c.set("model.add_tokens", names, *keys)
-    c.copy({"early_stopping_steps": ("plugins.early_stopping.patience", int)})
 
 
 def _set_texts(c: Conversion) -> None:
     """Write the longest example, packing, and the tokens that are trained."""
     longest, plain = c.read("cutoff_len", 2048), c.get("stage") == "pt"
     c.set("data.max_length", longest, "cutoff_len", comment="longer ones are cut at their end")
-    neat = c.read("neat_packing", False)
-    if neat or c.read("packing", plain):
-        training.set_packing(c, longest, "neat_packing", "packing")
-        if not neat:
-            c.remarks.append(
-                "packed examples attend to themselves alone, as with neat_packing: true; with "
-                "packing alone, LLaMA-Factory lets them attend to each other"
-            )
-    if plain or c.read("train_on_prompt", False):
-        c.set("data.train_on", "all", "train_on_prompt", comment="every token")
+    if c.read("packing", plain):
+        training.set_packing(c, longest, "packing")
+        c.remarks.append(
+            "packed examples attend to themselves alone; LLaMA-Factory lets them attend to each "
+            "other, but for neat_packing: true"
+        )
+    if plain:
+        c.set("data.train_on", "all", "stage", comment="every token")
     elif c.read("mask_history", False):
         c.set("data.train_on", "last", "mask_history")
     else:
-        c.set("data.train_on", "assistant", "train_on_prompt", comment="every answer")
+        c.set("data.train_on", "assistant", comment="every answer")
 
 
 def _set_lora(c: Conversion) -> None:
@@ -157,7 +138,7 @@ def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> di
         c.leave("dataset", CONFIG)
     hub = entry.get("hf_hub_url")
     place = str(hub or folder / entry.get("file_name", f"{name}.json"))
-    split, limit = entry.get("split", "train"), c.read("max_samples", 0) or entry.get("num_samples")
+    split, limit = entry.get("split", "train"), c.read("max_samples", 0)
     rows = None if hub else count_rows(Path(place))
     if limit and (rows is None or rows > limit):
         split += f"[:{limit}]"

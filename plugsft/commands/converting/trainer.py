@@ -15,7 +15,7 @@ SAME = (
     *training.SAME,
     *("ddp_timeout", "dataloader_num_workers", "overwrite_output_dir", "plot_loss"),
     *("do_eval", "per_device_eval_batch_size", "log_level"),
-    *("hub_model_id", "hub_strategy", "hub_private_repo", "eval_steps", "eval_strategy"),
+    *("hub_model_id", "hub_strategy", "eval_steps", "eval_strategy"),
     *("save_steps", "warmup_ratio", "fsdp", "group_by_length"),
 )
 """Keys that need no line."""
@@ -83,4 +83,3 @@ def _set_push(c: Conversion) -> None:
         c.set("plugins.push.to", name, "push_to_hub", "hub_model_id")
         every = "model" if c.get("hub_strategy") == "end" else "checkpoint"
         c.set("plugins.push.every", every, "hub_strategy")
-        c.copy({"hub_private_repo": ("plugins.push.private", False)})

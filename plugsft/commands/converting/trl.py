@@ -3,7 +3,7 @@
 from ...base.errors import RecipeError
 from . import trainer, training
 from .conversion import Conversion, Copied, Tool
-from .sources import CONFIG, first_row, hold_out, listed_parts, part, set_sources
+from .sources import first_row, hold_out, listed_parts, part, set_sources
 
 RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 """Trainer -> TRL's default learning rate."""
@@ -16,22 +16,15 @@ MARKS = {
 """Trainer -> the keys that only it has, or `trl dpo` at last."""
 ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
 """Keys of trainers that generate while they train."""
-DPO: Copied = {
-    "beta": ("plugins.dpo.beta", 0.1),
-    "precompute_ref_log_probs": ("plugins.dpo_reference", dict),
-}
 KTO: Copied = {
     "loss_type": ("plugins.kto.loss", "kto"),
     "beta": ("plugins.kto.beta", 0.1),
-    "desirable_weight": ("plugins.kto.desirable_weight", 1.0),
-    "undesirable_weight": ("plugins.kto.undesirable_weight", 1.0),
 }
 LORA: Copied = {
     "lora_r": ("plugins.lora.r", 16),
     "lora_alpha": ("plugins.lora.alpha", 32),
     "lora_dropout": ("plugins.lora.dropout", 0.05),
     "use_rslora": ("plugins.lora.rslora", bool),
-    "use_dora": ("plugins.lora.dora", bool),
     "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
 }
 
@@ -65,7 +58,6 @@ def convert(c: Conversion) -> None:
     trainer.set_training(c, RATES[c.trainer])
     if c.read("gradient_checkpointing", True):
         c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
-    c.copy({"activation_offloading": ("plugins.activation_offload", dict)})
     key = c.first("dtype", "torch_dtype")
     if c.get(key) == "float16":
         c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
@@ -82,8 +74,6 @@ def _set_data(c: Conversion) -> None:
         set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
     else:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
-    if c.get("dataset_config", "default") != "default":
-        c.leave("dataset_config", CONFIG)
     if c.read(trainer.evaluation_key(c), "no") != "no":
         _hold_out(c)
 
@@ -147,7 +137,7 @@ def _set_objective(c: Conversion) -> None:
         c.set(
             "plugins.dpo.loss", "length_normalized" if loss == "sigmoid_norm" else loss, "loss_type"
         )
-        c.copy(DPO)
+        c.copy({"beta": ("plugins.dpo.beta", 0.1)})
     elif c.trainer == "kto":
         c.copy(KTO)
     elif c.trainer == "reward":
