@@ -6,14 +6,11 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..audit.rows import Audit
-    from ..audit.token_view import View
-
-SHADE = "background:rgba(60,160,80,.3)"
-"""The style of trained tokens in a notebook, on light and dark pages."""
+    from ..audit.token_view import InspectedRow
 
 
 @dataclass(frozen=True)
@@ -30,45 +27,6 @@ class PreparedData:
     """Reason -> number of rows that cannot be used."""
     truncated: int
     """Examples that were cut to data.max_length."""
-
-
-class InspectedToken(NamedTuple):
-    """A token, or several that share a character."""
-
-    text: str
-    ids: list[int]
-    trained: bool
-
-
-@dataclass(frozen=True)
-class InspectedRow:
-    """A row as the model will see it."""
-
-    source: str
-    row: int
-    """Its number in the source; the first is 0."""
-    summary: str
-    """Its tokens in short, or why it cannot be used."""
-    tokens: list[InspectedToken]
-    """Empty if the row cannot be used."""
-
-    @property
-    def trained_text(self) -> str:
-        """The text that the model learns to write; ⏎ marks a newline."""
-        return "".join(token.text for token in self.tokens if token.trained)
-
-    def __str__(self) -> str:
-        text = "".join(f"[{token.text}]" if token.trained else token.text for token in self.tokens)
-        return f"{self.source}, row {self.row:,}: {self.summary}\n{text}"
-
-    def _repr_html_(self) -> str:
-        tokens = "".join(
-            f"<span title='{token.ids}' style='{SHADE if token.trained else ''}'>"
-            f"{html.escape(token.text)}</span>"
-            for token in self.tokens
-        )
-        title = html.escape(f"{self.source}, row {self.row:,}: {self.summary}")
-        return f"<p><b>{title}</b></p><pre style='white-space:pre-wrap'>{tokens}</pre>"
 
 
 @dataclass(frozen=True)
@@ -133,12 +91,6 @@ def prepared_data(folder: Path, facts: dict[str, Any]) -> PreparedData:
         {reason: entry["count"] for reason, entry in facts["bad_rows"].items()},
         facts["truncated"]["count"],
     )
-
-
-def inspected_row(view: View) -> InspectedRow:
-    """Return a row that the audit has split into tokens."""
-    tokens = [InspectedToken(*piece[:3]) for piece in view.pieces]
-    return InspectedRow(view.source, view.row, view.summary, tokens)
 
 
 def inspected_source(audit: Audit) -> InspectedSource:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.errors import PlugsftError
-from .data import Inspection, PreparedData, inspected_row, inspected_source, prepared_data
+from .data import Inspection, PreparedData, inspected_source, prepared_data
 from .finished_run import FinishedRun, Turns
 from .messages import ensure_kind
 
@@ -115,7 +115,7 @@ def inspect(
             numbers = range(len(sources))
             views = [view for n in numbers for view in views_of(work, sources, n, first, rows)]
             audits = [audit(work, sources, n, active, loaded.data, everything) for n in numbers]
-            return Inspection([*map(inspected_row, views)], [*map(inspected_source, audits)])
+            return Inspection(views, [*map(inspected_source, audits)])
 
 
 def load_run(folder: PathLike) -> FinishedRun:

@@ -22,7 +22,7 @@ from ..registry.active import Active, check
 from .page import write_page
 from .rows import Audit, audit, histogram
 from .token_lines import draw, has_colour, legend
-from .token_view import View, views
+from .token_view import InspectedRow, views
 
 BAR = 40
 STYLES = {"warning": "yellow"}
@@ -40,7 +40,7 @@ def inspect_data(
     """Show some rows of each source token by token, and audit a sample of it, or all of it."""
     if page:
         ensure_page(page, "--html")
-    shown, audits = list[View](), list[Audit]()
+    shown, audits = list[InspectedRow](), list[Audit]()
     with opened_rows(recipe, active) as (work, opened):
         if rows:
             out.print(legend(has_colour(out)), end="\n\n")
@@ -75,7 +75,7 @@ def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, l
 
 def views_of(
     work: ShardWriter, opened: list[OpenSource], source: int, first: int, rows: int
-) -> Iterator[View]:
+) -> Iterator[InspectedRow]:
     """Yield some rows of a source, token by token."""
     if not rows:
         return
@@ -87,9 +87,9 @@ def views_of(
         say(f"{error}\n")
 
 
-def _print_view(view: View) -> None:
-    out.print(Text(view.title, "bold" if view.pieces else "bold red"))
-    for line in draw(view.pieces, out.width, has_colour(out)):
+def _print_view(view: InspectedRow) -> None:
+    out.print(Text(view.title, "bold" if view.tokens else "bold red"))
+    for line in draw(view.tokens, out.width, has_colour(out)):
         out.print(line)
     say("")
 

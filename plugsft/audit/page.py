@@ -7,14 +7,16 @@ from pathlib import Path
 from ..base.console import format_count
 from ..output.report import fill_page
 from .rows import Audit, histogram
-from .token_view import Piece, View, parts
+from .token_view import InspectedRow, Piece, parts
 
 SKELETON = Path(__file__).with_name("inspection.html")
 MAX_TOKENS = 100_000
 """Tokens that are drawn; each takes about 40 bytes."""
 
 
-def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[View]) -> None:
+def write_page(
+    path: Path, name: str, audits: Sequence[Audit], views: Sequence[InspectedRow]
+) -> None:
     """Write the findings, and the rows that were shown, as one page."""
     parts = {
         "name": escape(name),
@@ -54,19 +56,19 @@ def _histogram(audit: Audit) -> str:
     return f"<table><caption>Examples by length in tokens</caption>{rows}</table>\n"
 
 
-def _rows(views: Sequence[View]) -> str:
+def _rows(views: Sequence[InspectedRow]) -> str:
     html, left = "", MAX_TOKENS
     for view in views:
-        pieces = view.pieces[: max(0, left)]
+        pieces = view.tokens[: max(0, left)]
         left -= len(pieces)
         text = "".join(
             f'<p class="small">{name}</p><p class="tokens">{"".join(map(_token, part))}</p>'
             for name, part in parts(pieces)
             if part
         )
-        if more := len(view.pieces) - len(pieces):
+        if more := len(view.tokens) - len(pieces):
             text += f'<p class="small">and {more:,} more</p>'
-        kind = "row" if view.pieces else "row lost"
+        kind = "row" if view.tokens else "row lost"
         html += f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row:,}
 <span>{escape(view.summary)}</span></h3>{text}</section>\n"""
     if not html:

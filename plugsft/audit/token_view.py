@@ -1,5 +1,6 @@
 """Rows token by token: each with its ids, and whether it is trained."""
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from ..data.sample import Sample
 from ..data.slices import ShardWriter
 
 NO_TOKEN = "no trained token within data.max_length"
+SHADE = "background:rgba(60,160,80,.3)"
+"""The style of trained tokens in a notebook, on light and dark pages."""
 SIGNS = {"\n": "⏎\n", "\t": "⇥"}
 
 
@@ -28,21 +31,42 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class View:
-    """A row, or one of its examples; without pieces if it has none."""
+class InspectedRow:
+    """A row as the model will see it, or one of its examples."""
 
     source: str
     row: int
+    """Its number in the source; the first is 0."""
     summary: str
-    pieces: list[Piece] = field(default_factory=list)
+    """Its tokens in short, or why it cannot be used."""
+    tokens: list[Piece] = field(default_factory=list)
+    """Empty if the row cannot be used."""
 
     @property
     def title(self) -> str:
         """The row's source and number, and its summary."""
         return f"{self.source}, row {self.row:,}: {self.summary}"
 
+    @property
+    def trained_text(self) -> str:
+        """The text that the model learns to write; ⏎ marks a newline."""
+        return "".join(token.text for token in self.tokens if token.trained)
 
-def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[View]:
+    def __str__(self) -> str:
+        text = "".join(f"[{token.text}]" if token.trained else token.text for token in self.tokens)
+        return f"{self.title}\n{text}"
+
+    def _repr_html_(self) -> str:
+        tokens = "".join(
+            f"<span title='{token.ids}' style='{SHADE if token.trained else ''}'>"
+            f"{html.escape(token.text)}</span>"
+            for token in self.tokens
+        )
+        title = html.escape(self.title)
+        return f"<p><b>{title}</b></p><pre style='white-space:pre-wrap'>{tokens}</pre>"
+
+
+def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[InspectedRow]:
     """Yield the rows of a sample."""
     shard, tokens = sample.shard, sample.tokens
     name = work.sources[source].source
@@ -51,7 +75,7 @@ def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[View]:
     for row in sample.rows:
         examples = np.flatnonzero(tokens.rows == row).tolist()
         if not examples:
-            yield View(name, row, f"cannot be used: {unusable.get(row, NO_TOKEN)}")
+            yield InspectedRow(name, row, f"cannot be used: {unusable.get(row, NO_TOKEN)}")
         for number, example in enumerate(examples, 1):
             ids, trained = tokens.example(example)
             cut = row in shard.truncated and len(ids) >= work.data.max_length
@@ -59,7 +83,7 @@ def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[View]:
             summary += f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%})"
             summary += ", truncated" if cut else ""
             row_pieces = pieces(work.tokenizer.backend_tokenizer, ids, trained)
-            yield View(name, row, summary, list(row_pieces))
+            yield InspectedRow(name, row, summary, list(row_pieces))
 
 
 def pieces(
