@@ -1,9 +1,21 @@
 """Options of a model's answers, checked before torch is imported."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from ..base.errors import PlugsftError
+
+LEAST, MOST = 5e-324, sys.float_info.max
+LIMITS = {
+    "max_tokens": (1, MOST, "at least 1"),
+    "temperature": (0, MOST, "at least 0"),
+    "top_p": (LEAST, 1, "above 0 and at most 1"),
+    "top_k": (1, MOST, "at least 1"),
+    "repetition_penalty": (LEAST, MOST, "above 0; 1 changes nothing"),
+    "seed": (0, 2**64 - 1, "from 0 to 2^64 - 1"),
+}
+"""Option -> its smallest and largest value, and the words for them."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +46,10 @@ class Answers:
             if not isinstance(value, kind | int if number else kind):
                 wanted = "a text" if kind is str else "a number" if number else "a whole number"
                 raise PlugsftError(f"{name} = {value!r}: must be {wanted}")
-        for name, right, wanted in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
-                "above 0; 1 changes nothing",
-            ),
-            ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
-        ):
-            if not right:
-                raise PlugsftError(f"{name} = {getattr(self, name)}: must be {wanted}")
+        for name, (least, most, wanted) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise PlugsftError(f"{name} = {value}: must be {wanted}")
         for name in ("top_p", "top_k"):
             if not self.temperature and getattr(self, name) is not None:
                 raise PlugsftError(

@@ -49,10 +49,9 @@ def set_training(c: Conversion, rate: float) -> None:
     _set_evaluation(c, float(every))
     training.set_trackers(c, c.names("report_to"), "report_to", "run_name", "project")
     _set_push(c)
-    kernels = c.first("use_liger_kernel", "enable_liger_kernel")
     if "plugins.lora.r" not in c.lines:
-        c.copy({kernels: ("plugins.liger", dict)})
-    c.copy({kernels: ("plugins.fused_loss", dict)})
+        c.copy({"use_liger_kernel": ("plugins.liger", dict)})
+    c.copy({"use_liger_kernel": ("plugins.fused_loss", dict)})
     if not training.packs(c):
         c.copy({"group_by_length": ("plugins.length_group", dict)})
     training.set_launcher(c)
@@ -60,19 +59,13 @@ def set_training(c: Conversion, rate: float) -> None:
 
 def _set_evaluation(c: Conversion, every: float) -> None:
     """Write the steps between evaluations, if [eval] has rows."""
-    key = evaluation_key(c)
-    if c.value("eval.split") is None and c.value("eval.source") is None:
+    if c.value("eval.split") is None:
         return
-    if c.read(key, "no") == "epoch":
-        training.set_each_epoch(c, "eval.every", key)
+    if c.read("eval_strategy", "no") == "epoch":
+        training.set_each_epoch(c, "eval.every", "eval_strategy")
     else:
         name = c.first("eval_steps", "logging_steps")
         training.set_interval(c, "eval.every", c.read(name, every), name)
-
-
-def evaluation_key(c: Conversion) -> str:
-    """Return the key that says when evaluations happen: it has an old name, too."""
-    return c.first("eval_strategy", "evaluation_strategy")
 
 
 def _set_push(c: Conversion) -> None:

@@ -205,12 +205,12 @@ def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, proje
 
 def set_precision(c: Conversion, default: bool) -> None:
     """Write the type of computation; without bfloat16, float16 or float32."""
-    float16 = [key for key in ("fp16", "float16") if c.read(key, False)]
+    float16 = c.read("fp16", False)
     key = c.first("bf16", "pure_bf16")
     if c.get(key) == "full" or c.read(key, default and not float16):
         c.set("model.dtype", "bfloat16", key)
     elif float16:
-        c.set("model.dtype", "float16", *float16, comment="with loss scaling")
+        c.set("model.dtype", "float16", "fp16", comment="with loss scaling")
     else:
         c.set("model.dtype", "float32", "bf16")
     if c.read("tf32", False) and c.value("model.dtype") == "float32":

@@ -74,19 +74,19 @@ def _set_data(c: Conversion) -> None:
         set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
     else:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
-    if c.read(trainer.evaluation_key(c), "no") != "no":
+    if c.read("eval_strategy", "no") != "no":
         _hold_out(c)
 
 
 def _hold_out(c: Conversion) -> None:
-    size = c.first("dataset_mixture.test_split_size", "test_split_size")
+    size = "dataset_mixture.test_split_size"
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))
     elif "data.source" in c.lines:
         c.set("eval.split", c.read("dataset_test_split", "test"), "dataset_test_split")
     else:
         c.leave(
-            trainer.evaluation_key(c),
+            "eval_strategy",
             "a mixture has no split for evaluations; use eval.source and eval.split",
         )
 

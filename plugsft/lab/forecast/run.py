@@ -15,7 +15,6 @@ from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
-from .meta_model import Weights
 from .strategies import (
     ANY,
     GB,
@@ -80,7 +79,7 @@ def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
                     "is the name or address of machine 0. Slurm and torchrun fill them in: see "
                     "recipes/launch/ (plugsft init launch)"
                 )
-    for line in [*notes(recipe, cluster, forecasts), host_note(traced.weights, cluster)]:
+    for line in notes(recipe, cluster, forecasts):
         say(line)
 
 
@@ -234,13 +233,3 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
             "note: glibc keeps freed memory; MALLOC_MMAP_THRESHOLD_=262144 makes it return it"
         )
     return lines
-
-
-def host_note(weights: Weights, cluster: Cluster) -> str:
-    """Return the host memory that copies of a checkpoint take while it is written."""
-    copies = weights.trained_bytes + weights.state_bytes
-    each = f" under DDP, {format_size(copies / cluster.machines)} on each machine if sharded"
-    return (
-        f"note: while a checkpoint is written, copies of it take {format_size(copies)} of host "
-        f"memory{each if cluster.machines > 1 else ''}"
-    )
