@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .base.console import print_error, say
-from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
+from .base.errors import PlugsftError, RecipeError, Stopped, choices
 from .base.launch_files import explain_missing
 from .base.refusals import quiet_libraries, refusal_of
 from .commands import bench, data, diff, model, plan, recipes, show, train, tune
@@ -121,7 +121,7 @@ def with_command(words: list[str]) -> list[str]:
         return ["train", *words]
     if first.startswith("-") or "=" in first:
         return ["train", *words] if any(word.endswith(RECIPES) for word in words) else words
-    hint = did_you_mean(first, commands) or f"; commands: {', '.join(commands)}"
+    hint = choices(first, commands, "commands:")
     if Path(first).is_dir():
         hint = f", but a folder; try: plugsft show {shlex.quote(first)}"
     raise RecipeError(f"'{first}' is neither a command nor a recipe{hint}")

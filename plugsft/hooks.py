@@ -26,7 +26,7 @@ import pluggy
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from .base.errors import PluginError, did_you_mean
+from .base.errors import PluginError, choices
 from .recipe.capabilities import ensure_complete
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ def _ensure_names_exist(contract: Contract, cls: Any) -> None:
             if name not in options:
                 raise PluginError(
                     f"{where}{argument}=...) names '{name}', which is no "
-                    f"option{did_you_mean(name, options) or ';'} options: "
-                    f"{', '.join(options) or 'none'}"
+                    f"option{choices(name, options, 'options:')}"
                 )
 
 

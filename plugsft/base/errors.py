@@ -15,7 +15,7 @@ A message names the place, the problem and the cure.
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -104,6 +104,11 @@ class Stopped(PlugsftError):
     def __init__(self, message: str, exit_code: int = 130) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def choices(word: str, options: Collection[str], lead: str = "known:") -> str:
+    """Return a hint for a wrong word: "; did you mean 'x'? known: x, y"."""
+    return f"{did_you_mean(word, options) or ';'} {lead} {', '.join(options) or 'none'}"
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..base.atomic import replace_file
 from ..base.console import print_table, say
-from ..base.errors import PlugsftError, did_you_mean, reason_of
+from ..base.errors import PlugsftError, choices, reason_of
 from ..base.launch_files import bundled_folder
 from .json_schema import schema_text
 
@@ -51,7 +51,7 @@ def print_kinds() -> None:
 def write(kind: str, folder: Path) -> None:
     """Write a recipe with its files; print the next commands."""
     if kind not in kinds():
-        hint = did_you_mean(kind, kinds()) or f"; choose one of {', '.join(kinds())}"
+        hint = choices(kind, kinds(), "choose one of")
         raise PlugsftError(f"'{kind}': no recipe of this name comes with plugsft{hint}")
     recipe = folder / f"recipes/{kind}.toml"
     if recipe.exists():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
 
 from ..base.checksums import digest
-from ..base.errors import PluginError, RecipeError, did_you_mean
+from ..base.errors import PluginError, RecipeError, choices
 from ..hooks import hookimpl
 from ..recipe.tables import Train, short
 
@@ -140,8 +140,7 @@ def _explain(schedule: str, names: list[str], error: dict[str, object]) -> str:
     if error["type"] == "missing_keyword_only_argument":
         return f"{where} needs it"
     if error["type"] == "unexpected_keyword_argument":
-        hint = did_you_mean(option, names) or ";"
-        return f"{where} has no such option{hint} it has: {', '.join(names) or 'none'}"
+        return f"{where} has no such option{choices(option, names, 'it has:')}"
     return f"{where}: given {error['input']!r}; {error['msg']}"
 
 

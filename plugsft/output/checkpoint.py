@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.atomic import Stamp, damage, discard, is_published, publish, write_json, writing
 from ..base.console import say
-from ..base.errors import CheckpointError, DiskError, RecipeError, did_you_mean, reason_of
+from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
@@ -83,8 +83,7 @@ class Checkpoints:
         if checkpoint.keep_best not in metrics:
             raise RecipeError(
                 f"checkpoint.keep_best: evaluations have no metric '{checkpoint.keep_best}'"
-                f"{did_you_mean(checkpoint.keep_best, metrics) or ';'} they have: "
-                f"{', '.join(metrics)}"
+                f"{choices(checkpoint.keep_best, metrics, 'they have:')}"
             )
         value = float(metrics[checkpoint.keep_best])
         sign = 1 if checkpoint.best == "lowest" else -1

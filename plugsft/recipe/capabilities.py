@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..base.errors import PluginError, did_you_mean
+from ..base.errors import PluginError, choices
 
 CAPABILITIES = {
     "adapters": "lora",
@@ -78,7 +78,5 @@ def ensure_complete(provides: Mapping[str, str | None]) -> None:
 def ensure_known(capability: str) -> None:
     """Refuse an unknown capability, which nobody asks for."""
     if capability not in CAPABILITIES:
-        hint = did_you_mean(capability, CAPABILITIES) or ";"
-        raise PluginError(
-            f"unknown capability '{capability}'{hint} known: {', '.join(CAPABILITIES)}"
-        )
+        hint = choices(capability, CAPABILITIES)
+        raise PluginError(f"unknown capability '{capability}'{hint}")

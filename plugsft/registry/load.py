@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import RecipeError, did_you_mean
+from ..base.errors import RecipeError, choices
 from ..hooks import PLUGIN
 from ..recipe.read import read, validate
 from ..recipe.tables import COLUMNS, Recipe
@@ -84,5 +84,4 @@ def _conflicts(
                     )
     if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
         for name in sorted({*columns} - {*COLUMNS}):
-            hint = did_you_mean(name, COLUMNS) or ";"
-            yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
+            yield f"data.columns: unknown name '{name}'{choices(name, COLUMNS, 'known are')}"

@@ -14,7 +14,7 @@ import torch
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
 from ..base.console import format_count, say
-from ..base.errors import LaunchError, did_you_mean
+from ..base.errors import LaunchError, choices
 from ..base.launch_files import STRATEGIES, Layout, launch_file
 from ..base.machine import SWITCHES, child_environment, env_number
 from ..recipe.tables import Recipe
@@ -142,7 +142,7 @@ def _nodes(options: Options, nodes: int) -> dict[str, Any]:
 def ensure_strategy(strategy: str) -> None:
     """Refuse a strategy that does not exist, or is not installed."""
     if strategy not in STRATEGIES:
-        hint = did_you_mean(strategy, STRATEGIES) or f"; choose one of {', '.join(STRATEGIES)}"
+        hint = choices(strategy, STRATEGIES, "choose one of")
         raise LaunchError(f"--strategy: '{strategy}'{hint}")
     if strategy == "zero3" and importlib.util.find_spec("deepspeed") is None:
         raise LaunchError("--strategy zero3: needs DeepSpeed: pip install 'plugsft[deepspeed]'")

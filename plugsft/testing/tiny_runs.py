@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import loop, run
 from ..api.recipes import merged
-from ..base.errors import did_you_mean
+from ..base.errors import choices
 from ..base.machine import look
 from ..base.types import Slice, WeightSlice
 from ..data.defaults import DataDefaults
@@ -50,9 +50,8 @@ def tiny_recipe(
     """Yield a recipe that trains in a second, in a temporary folder."""
     found = find()
     assert name in found, (
-        f"no plugin '{name}' is installed{did_you_mean(name, found) or ';'} there are: "
-        f"{', '.join(found)}. A plugin is found by its entry point in the group 'plugsft', so "
-        "install yours first: pip install -e ."
+        f"no plugin '{name}' is installed{choices(name, found, 'there are:')}. A plugin is found by "
+        "its entry point in the group 'plugsft', so install yours first: pip install -e ."
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

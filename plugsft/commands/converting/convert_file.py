@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.console import say
-from ...base.errors import PlugsftError, RecipeError, did_you_mean
+from ...base.errors import PlugsftError, RecipeError, choices
 from ...base.limits import parse_toml
 from ...registry.load import resolve
 from ..bundled_recipes import SCHEMA, write_files
@@ -50,9 +50,7 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
     tool = tool_of(settings, path, named or ("trl" if command else ""))
     c = Conversion(tool.name, path, settings, gpus)
     if trainer and (tool is not trl.TOOL or trainer not in trl.RATES):
-        hint = (
-            did_you_mean(trainer, trl.RATES) or f"; choose one of {', '.join(trl.RATES)}, for trl"
-        )
+        hint = choices(trainer, trl.RATES, "for trl, choose one of")
         raise RecipeError(f"--trainer {trainer}: is not known{hint}")
     if tool is trl.TOOL:
         trl.choose_trainer(c, trainer or command)
@@ -64,7 +62,7 @@ def tool_of(settings: Mapping[str, Any], path: Path, named: str) -> Tool:
     """Return the tool that a configuration is for: the one named, or that of its keys."""
     if named:
         if named not in TOOLS:
-            hint = did_you_mean(named, TOOLS) or f"; choose one of {', '.join(TOOLS)}"
+            hint = choices(named, TOOLS, "choose one of")
             raise RecipeError(f"--from {named}: is not known{hint}")
         return TOOLS[named]
     if {"model", "train"} <= settings.keys() and isinstance(settings["train"], dict):

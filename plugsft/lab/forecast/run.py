@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ...base.console import format_size, print_table, progress, say
-from ...base.errors import PlugsftError, did_you_mean
+from ...base.errors import PlugsftError, choices
 from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
@@ -111,9 +111,8 @@ def cluster_of(options: Options, machines: int, per_machine: int, cpu: bool) -> 
     if options.gpu:
         name = options.gpu.upper()
         if name not in GPU_MEMORY:
-            hint = did_you_mean(name, GPU_MEMORY) or ";"
             raise PlugsftError(
-                f"--gpu: unknown '{options.gpu}'{hint} known: {', '.join(GPU_MEMORY)}. For "
+                f"--gpu: unknown '{options.gpu}'{choices(name, GPU_MEMORY)}. For "
                 "another GPU, leave --gpu out and give its memory: --memory 24GiB"
             )
         if options.probe and name not in device.replace(" ", "-"):
