@@ -50,8 +50,8 @@ def tiny_recipe(
     """Yield a recipe that trains in a second, in a temporary folder."""
     found = find()
     assert name in found, (
-        f"no plugin '{name}' is installed{choices(name, found, 'there are:')}. A plugin is found by "
-        "its entry point in the group 'plugsft', so install yours first: pip install -e ."
+        f"no plugin '{name}' is installed{choices(name, found, 'there are:')}. A plugin is found "
+        "by its entry point in the group 'plugsft', so install yours first: pip install -e ."
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
