@@ -1,6 +1,5 @@
 """plugsft bench measures planted plugins as they are."""
 
-import copy
 import importlib
 import json
 import math
@@ -17,9 +16,8 @@ from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_ta
 from plugin_packages import activate, install
 
 from plugsft.base.console import print_table
-from plugsft.base.errors import RecipeError
 from plugsft.lab.bench import BOTH, LEARNS, NO_STEP, READS, choose_contenders
-from plugsft.lab.bench_results import Bench, ensure_comparable, regressions, speed_ratio
+from plugsft.lab.bench_results import Bench, speed_ratio
 from plugsft.lab.timing import (
     FASTER,
     NOISE,
@@ -166,8 +164,6 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
             ["--instead", "both:train.micro_batch=8"],
             "key.path=value, with a plugin that is measured",
         ),
-        (["--against", "gone.json"], "--against gone.json: cannot be read"),
-        (["--against", str(ROOT / "pyproject.toml")], "is not a bench.json of plugsft bench"),
     ],
 )
 def test_wrong_words_end_at_once(recipe, words, said):
@@ -374,39 +370,6 @@ def test_a_contender_that_fails_is_named():
     }
     assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
     assert bench.error("all on") == "it broke"
-
-
-def test_a_bench_is_compared_with_an_earlier_one():
-    earlier = report()
-    assert list(regressions(Bench(report()), Bench(earlier))) == []
-    now = report(none={"cost": 1.2}, a={"host": 600 * 2**20}, b={"off": 0.1})
-    now["rounds"][0]["a b"] |= {"error": "it broke"}
-    assert list(regressions(Bench(now), Bench(earlier))) == [
-        "baseline: a step takes 1.20 times as long",
-        "all on: failed: it broke",
-        "a alone: peak memory is 1.20 times as high",
-        "b alone: affects results: loss off by 0.1",
-        "all but a: affects results: loss off by 0.1",
-        "all but b: peak memory is 1.20 times as high",
-    ]
-
-
-def test_benches_of_other_work_are_not_compared():
-    earlier, now = report(), report()
-    now["recipe"]["plugins"] = {"a": {"x": 1}}
-    now["settings"]["rounds"] = 7
-    ensure_comparable(Bench(now), Bench(earlier))
-    now["settings"]["steps"] = 20
-    with pytest.raises(RecipeError, match=r"has settings\.steps = 10, and this one 20"):
-        ensure_comparable(Bench(now), Bench(earlier))
-    now = report()
-    now["machine"]["cores"] += 1
-    with pytest.raises(RecipeError, match=r"has machine = .*; compare benches of the same"):
-        ensure_comparable(Bench(now), Bench(earlier))
-    now = copy.deepcopy(earlier)
-    now["recipe"]["train"]["batch_size"] = 16
-    with pytest.raises(RecipeError, match=r"has recipe\.train\.batch_size = 8, and this one 16"):
-        ensure_comparable(Bench(now), Bench(earlier))
 
 
 @pytest.mark.slow

@@ -33,12 +33,6 @@ Out = Annotated[
     typer.Option(metavar="FOLDER", help="Where to write. Default: OUTPUT-bench."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench.")]
-Against = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Compare with an earlier bench.json; exit code 1 if anything is worse."
-    ),
-]
 
 
 def bench(
@@ -54,7 +48,6 @@ def bench(
     only: Only = None,
     out: Out = None,
     overwrite: Overwrite = False,
-    against: Against = None,
 ) -> None:
     """Measure what each plugin does to speed, memory and results."""
     from ..output.folder import ensure_inputs
@@ -72,4 +65,4 @@ def bench(
         "launch": launch,
         "instead": instead or [],
     }
-    lab.bench(loaded, active, recipe, settings, keep or [], only or [], out, overwrite, against)
+    lab.bench(loaded, active, recipe, settings, keep or [], only or [], out, overwrite)

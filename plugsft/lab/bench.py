@@ -20,12 +20,9 @@ from .bench_results import (
     Bench,
     Figures,
     alone,
-    ensure_comparable,
     name_without,
-    read_report,
-    regressions,
 )
-from .timing import ROUNDS, UNKNOWN, as_json, head, in_rounds
+from .timing import as_json, head, in_rounds
 from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
@@ -128,12 +125,6 @@ def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]
     return [other for other in among if other in required]
 
 
-class Regressed(PlugsftError):
-    """Something is slower, takes more memory or gives other results than before."""
-
-    exit_code = 1
-
-
 def bench(
     recipe: Recipe,
     active: Active,
@@ -143,7 +134,6 @@ def bench(
     only: Sequence[str],
     folder: Path | None,
     overwrite: bool,
-    against: Path | None,
 ) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds.
 
@@ -163,9 +153,6 @@ def bench(
             )
     file = (folder or Path(f"{recipe.folder}-bench")) / JSON
     running = BenchRun(contenders, instead, file, new_report(path, recipe, contenders, settings))
-    earlier = Bench(read_report(against)) if against else None
-    if earlier:
-        ensure_comparable(Bench(running.report), earlier)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
         raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
     if file.exists() and not overwrite:
@@ -181,13 +168,8 @@ def bench(
         running.write("stopped")
         raise Interrupted(f"stopped; complete rounds are in {file}") from None
     running.write("complete")
-    result = Bench(running.report)
-    print_table(result.table())
+    print_table(Bench(running.report).table())
     say(f"figures: {file}")
-    if earlier and min(len(bench.report["rounds"]) for bench in (result, earlier)) < ROUNDS:
-        say(f"compared with {against}: memory and results; speed: {UNKNOWN}")
-    if earlier and (problems := [*regressions(result, earlier)]):
-        raise Regressed("\n".join(f"compared with {against}: {text}" for text in problems))
 
 
 def new_report(

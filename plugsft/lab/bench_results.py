@@ -3,15 +3,11 @@
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import RecipeError, reason_of
-from ..base.limits import read_json_object
-from ..recipe.parse import flatten
-from .timing import FASTER, NOISE, Ratio, machine_line
+from .timing import NOISE, Ratio
 
 Figures = dict[str, Any]
 """The metrics of each step of a trial, and its peak memory."""
@@ -24,8 +20,6 @@ EXACT, ROUNDED = {"loss": 1e-4, "grad_norm": 1e-3}, {"loss": 1e-2, "grad_norm": 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 MIB = 2**20
 PLUGINS = ["plugin", "alone", "among the others", "memory", "summary"]
-TOLERANCE = 0.05
-"""How much worse than an earlier bench is allowed."""
 
 
 def alone(plugin: str) -> str:
@@ -163,60 +157,3 @@ def describe_difference(one: Figures, other: Figures) -> str:
         if not difference <= limit:  # NaN counts as a difference
             beyond.append(f"{NAMES[metric]} off by {difference:.1g}")
     return ", ".join(beyond)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Read the bench.json of an earlier bench."""
-    try:
-        report = read_json_object(path)
-        Bench(report)
-    except OSError as error:
-        raise RecipeError(f"--against {path}: cannot be read ({reason_of(error)})") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise RecipeError(
-            f"--against {path}: is not a bench.json of plugsft bench ({type(error).__name__})"
-        ) from error
-    return report
-
-
-def ensure_comparable(now: Bench, earlier: Bench) -> None:
-    """Refuse benches of other machines, recipes or settings; plugins and their options may differ.
-
-    Speeds and memory of two machines do not say what has changed in the recipe.
-    """
-    old, new = (
-        flatten(
-            {
-                "machine": machine_line(bench.report["machine"]),
-                "settings": {**bench.report["settings"], "rounds": 0},
-                "recipe": {**bench.report["recipe"], "plugins": {}},
-            }
-        )
-        for bench in (earlier, now)
-    )
-    for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            raise RecipeError(
-                f"--against: that bench has {name} = {old.get(name)}, and this one "
-                f"{new.get(name)}; compare benches of the same machine, recipe and settings"
-            )
-
-
-def regressions(now: Bench, earlier: Bench) -> Iterator[str]:
-    """Yield what is slower, takes more memory or gives other results."""
-    for name in now.contenders:
-        if name not in earlier.contenders or not earlier.figures(name):
-            continue
-        if why := now.error(name):
-            yield f"{name}: failed: {why}"
-        pairs = [*zip(earlier.figures(name), now.figures(name), strict=False)]
-        ratio = speed_ratio(pairs, now.warmup)
-        if ratio is None:
-            continue
-        if ratio.word == FASTER and ratio.middle > 1 + TOLERANCE:  # the earlier one is faster
-            yield f"{name}: a step takes {ratio.middle:.2f} times as long"
-        growth = now.peak(name, "host") / max(1.0, earlier.peak(name, "host"))
-        if growth > 1 + TOLERANCE:
-            yield f"{name}: peak memory is {growth:.2f} times as high"
-        if why := describe_difference(*pairs[0][::-1]):
-            yield f"{name}: affects results: {why}"
