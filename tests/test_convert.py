@@ -13,7 +13,6 @@ from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, Line
 from plugsft.commands.converting.convert_file import TOOLS, ensure_valid
-from plugsft.commands.converting.read_settings import read_settings
 from plugsft.commands.converting.recipe_text import recipe_text
 from plugsft.registry.load import load
 
@@ -214,16 +213,16 @@ def run(*words):
     return 0
 
 
-def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
+def test_a_configuration_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}] * 50)
-    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(SFT))
-    line = "trl dpo --config trl.yaml --beta 0.3 --per_device_train_batch_size=4 --bf16 false \\\n"
-    more = " --lora_modules_to_save lm_head"
-    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{line} --warmup_steps 0.1 --use_peft{more}\n")
-    assert run("convert", "train.sh", "--gpus", 2, "--to", "to/dpo.toml") == 0
+    more = {"beta": 0.3, "per_device_train_batch_size": 4, "bf16": False, "use_peft": True}
+    more |= {"lora_modules_to_save": ["lm_head"], "warmup_steps": 0.1}
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(SFT | more))
+    words = ("--gpus", 2, "--trainer", "dpo", "--to", "to/dpo.toml")
+    assert run("convert", "trl.yaml", *words) == 0
     told = capsys.readouterr().out
     assert "hf_secret" not in told + (tmp_path / "to/dpo.toml").read_text()
     assert "not converted: hub_token = ...: a recipe holds no secrets" in told
@@ -236,7 +235,7 @@ def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     text = (tmp_path / "to/dpo.toml").read_text()
     assert text.startswith("#:schema ./recipe.schema.json\n")
     assert (tmp_path / "to/recipe.schema.json").exists()
-    assert run("convert", "train.sh", "--to", "to/dpo.toml") == 2
+    assert run("convert", "trl.yaml", "--to", "to/dpo.toml") == 2
     assert "exists already; move it away, or set --to" in capsys.readouterr().err
 
 
@@ -360,21 +359,6 @@ def test_keys_below_a_known_one_are_named_and_deepspeed_stages_are_read(
         assert "roles" not in text and "1 example, for 1 GPU" in text
     assert {name for name, text in said.items() if "zero3" in text} == {"three", "table"}
     assert "not converted: deepspeed = {...}: optimizer states stay" in said["table"]
-
-
-def test_options_of_a_shell_line_may_be_spelled_in_any_way_that_transformers_reads(tmp_path):
-    line = (
-        "trl sft --model_name_or_path m --dataset-name d --no_bf16 --learning-rate 1e-3 --packing"
-    )
-    (tmp_path / "sft.sh").write_text(line)
-    settings, trainer = read_settings(tmp_path / "sft.sh")
-    assert trainer == "sft" and settings == {
-        "model_name_or_path": "m",
-        "dataset_name": "d",
-        "bf16": False,
-        "packing": True,
-        "learning_rate": "1e-3",
-    }
 
 
 def test_merged_keys_are_no_repeated_keys(tmp_path):

@@ -89,7 +89,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="A configuration of axolotl, LLaMA-Factory or TRL: YAML, JSON, or a shell line.",
+            help="A configuration of axolotl, LLaMA-Factory or TRL: YAML or JSON.",
         ),
     ],
     tool: Annotated[

@@ -46,14 +46,14 @@ def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> C
 
 def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Conversion:
     """Read a configuration, and convert its settings."""
-    settings, command = read_settings(path)
-    tool = tool_of(settings, path, named or ("trl" if command else ""))
+    settings = read_settings(path)
+    tool = tool_of(settings, path, named)
     c = Conversion(tool.name, path, settings, gpus)
     if trainer and (tool is not trl.TOOL or trainer not in trl.RATES):
         hint = choices(trainer, trl.RATES, "for trl, choose one of")
         raise RecipeError(f"--trainer {trainer}: is not known{hint}")
     if tool is trl.TOOL:
-        trl.choose_trainer(c, trainer or command)
+        trl.choose_trainer(c, trainer)
     tool.apply(c)
     return c
 

@@ -32,9 +32,9 @@ LORA: Copied = {
 def choose_trainer(c: Conversion, named: str) -> None:
     """Choose the trainer: the one named, or that of its keys."""
     online = next((key for key in ONLINE if c.settings.get(key) is not None), "")
-    if online or named in ("grpo", "rloo", "distillation"):
+    if online:
         raise RecipeError(
-            f"{c.path}: {online or 'the command'}: plugsft trains on rows, and generates none "
+            f"{c.path}: {online}: plugsft trains on rows, and generates none "
             "while it trains (PPO, GRPO, RLOO, distillation); use TRL for this run"
         )
     given = {key for key, value in c.settings.items() if value is not None}
