@@ -268,15 +268,19 @@ ALIASES = "a0: &a0 [x]\n" + "\n".join(
         (f"{AXOLOTL}\nadam_beta1: -1", [], "train.beta1: given -1.0; it should be"),
         (f"{AXOLOTL}\nadam_beta1: -1", [], "(adam_beta1: -1)"),
         (f"{AXOLOTL}\nmax_steps: .inf", [], "max_steps = inf: it should be a finite number"),
-        (f"{AXOLOTL}\noutput_dir: [null]", [], "output_dir = [None]: it should be a text"),
-        (f"{AXOLOTL}\nwandb_project: [x]", [], "wandb_project = ['x']: it should be a text"),
+        (f"{AXOLOTL}\noutput_dir: [null]", [], "output_dir = [None]: it should be a valid string"),
+        (
+            f"{AXOLOTL}\nwandb_project: [x]",
+            [],
+            "wandb_project = ['x']: it should be a valid",
+        ),
         ('{"base_model": "\\ud800", "datasets": [{"path": "d"}]}', [], "surrogates not allowed"),
         (ALIASES, [], "more than 100,000 values"),
         ("a: &a [*a]", [], "nested deeper"),
         (f"{AXOLOTL}\n2024-01-01: x", [], "cannot be read as YAML or JSON: keys must be str"),
         (f"{AXOLOTL}\nwarmup_ratio: 1.5", [], "warmup_ratio = 1.5: it should be a share: at least"),
         ("model_name_or_path: m\ndataset_name: d\nwarmup_ratio: 1e308", [], "should be a share"),
-        (f"{AXOLOTL}\nbf16: 1.5", [], "bf16 = 1.5: it should be true or false"),
+        (f"{AXOLOTL}\nbf16: 1.5", [], "bf16 = 1.5: it should be a valid boolean"),
     ],
 )
 def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text, words, says):

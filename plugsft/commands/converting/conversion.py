@@ -1,12 +1,13 @@
 """A configuration of another tool on its way to a recipe, and what a tool's tables hold."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from ...base.errors import RecipeError, reason_of
 from ...recipe.tables import short
@@ -51,8 +52,6 @@ class Conversion:
     """Key that is not converted -> the reason."""
     remarks: list[str] = field(default_factory=list)
     """What a user should know, though all keys are converted."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Ending of a file's name -> its text: files that the recipe names."""
     launcher: str = ""
     """The strategy of `plugsft launch`, where it is not ddp."""
     read_keys: list[str] = field(default_factory=list)
@@ -75,10 +74,16 @@ class Conversion:
     def read(self, key: str, default: T) -> T:
         """Return a setting in the type of its default: YAML reads 1e-5 as a text."""
         value = self.get(key, default)
+        kind = type(default)
+        if kind is bool and value == "auto":
+            value = True
+        elif kind is str and value is False:
+            value = "no"  # as YAML takes it
         try:
-            made: T = READERS[type(default)](value)
-        except (ValueError, TypeError) as error:
-            raise self.refuse(key, str(error)) from error
+            made: T = READERS[kind].validate_python(value)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].replace("Input should", "it should")
+            raise self.refuse(key, why) from error
         return made
 
     def names(self, key: str) -> list[str]:
@@ -123,7 +128,7 @@ class Conversion:
         """Return a key's value as the report shows it."""
         if any(SECRET.search(part) for part in re.split(r"[.\[\]]", key)):
             return "..."
-        return "{...}" if _holds_keys(self.get(key)) else TOKEN.sub("...", short(self.get(key)))
+        return "{...}" if _holds_keys(self.get(key)) else _spell(self.get(key))
 
 
 @dataclass(frozen=True)
@@ -172,37 +177,13 @@ class Tool:
         return UNKNOWN
 
 
-def number(value: Any) -> float:
-    """Read a number."""
-    read = math.nan if isinstance(value, bool) else float(value)
-    if not math.isfinite(read):
-        raise ValueError("it should be a finite number")
-    return read
-
-
-def whole(value: Any) -> int:
-    """Read a whole number."""
-    read = number(value)
-    if not read.is_integer():
-        raise ValueError("it should be a whole number")
-    return int(read)
-
-
-def switch(value: Any) -> bool:
-    """Read a switch, which may be written in quotes."""
-    if isinstance(value, int | float) and value not in (0, 1):
-        raise ValueError("it should be true or false")
-    return value in (True, "true", "True", "auto")
-
-
-def name(value: Any) -> str:
-    """Read a name, which YAML may take for a number, or "no" for false."""
-    if not isinstance(value, str | int | float):
-        raise ValueError("it should be a text")
-    return "no" if value is False else str(value)
-
-
-READERS: dict[type, Callable[[Any], Any]] = {bool: switch, int: whole, float: number, str: name}
+READERS: dict[type, TypeAdapter[Any]] = {
+    bool: TypeAdapter(bool),
+    int: TypeAdapter(int),
+    float: TypeAdapter(FiniteFloat),
+    str: TypeAdapter(str, config={"coerce_numbers_to_str": True}),
+}
+"""Type -> how it is read: YAML takes 1e-5 for a text, and a name for a number."""
 
 
 def printable(text: str) -> str:

@@ -24,13 +24,9 @@ def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> C
     if to.suffix != ".toml":
         raise PlugsftError(f"--to {to}: a recipe's name ends with .toml; set --to {to}.toml")
     c = convert_settings(path, named, trainer, gpus)
-    files = {to.with_suffix(f".{end}"): text for end, text in c.files.items()}
-    for file in (to, *files):
-        if file.exists():
-            raise PlugsftError(f"{file} exists already; move it away, or set --to")
-    for file in files:
-        c.lines["model.chat_template"].value = str(file)
-    files[to] = recipe_text(c, to)
+    if to.exists():
+        raise PlugsftError(f"{to} exists already; move it away, or set --to")
+    files = {to: recipe_text(c, to)}
     ensure_valid(c, files[to])
     schema = to.parent / Path(SCHEMA).name
     if not schema.exists():

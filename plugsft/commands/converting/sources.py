@@ -25,9 +25,8 @@ def listed_parts(c: Conversion, key: str) -> list[dict[str, Any]]:
     """Return the sources of a list of data sets, as axolotl and TRL write it."""
     parts = []
     for place in places(c, key):
-        for config in (f"{place}.config", f"{place}.name"):
-            if c.get(config, "main") not in ("default", "main"):
-                c.leave(config, CONFIG)
+        if c.get(f"{place}.config", "main") not in ("default", "main"):
+            c.leave(f"{place}.config", CONFIG)
         path = c.get(f"{place}.path", c.get(f"{place}.id"))
         files = c.get(f"{place}.data_files", path)
         if files is None:

@@ -106,12 +106,8 @@ def _set_texts(c: Conversion) -> None:
         training.set_packing(c, longest, "packing")
     if c.trainer == "sft":
         _set_trained_tokens(c)
-    template = c.read("chat_template", "")
-    if "{" in template:
-        c.files["jinja"] = template
-        c.set("model.chat_template", "FILE.jinja", comment="chat_template")
-    elif template:
-        c.leave("chat_template", "use model.chat_template with a Jinja file")
+    if c.get("chat_template"):
+        c.leave("chat_template", "write it to a file, and use model.chat_template = FILE.jinja")
 
 
 def _set_trained_tokens(c: Conversion) -> None:
