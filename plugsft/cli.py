@@ -43,7 +43,7 @@ app = typer.Typer(
     epilog="`plugsft RECIPE` trains. On several GPUs: plugsft launch RECIPE",
 )
 
-cache_app = typer.Typer(no_args_is_help=True, help="List, verify and clean up cached data.")
+cache_app = typer.Typer(no_args_is_help=True, help="List and clean up cached data.")
 
 
 def _print_version(requested: bool) -> None:
@@ -85,7 +85,7 @@ for _command in (
     plan.plan,
 ):
     app.command()(_command)
-for _command in (data.ls, data.gc, data.verify):
+for _command in (data.ls, data.gc):
     cache_app.command()(_command)
 app.add_typer(cache_app, name="cache")
 

@@ -75,7 +75,7 @@ def test_every_command_is_there_with_its_help():
 
 def test_the_cache_has_commands_of_its_own():
     names = [command.callback.__name__ for command in cli.cache_app.registered_commands]
-    assert names == ["ls", "gc", "verify"]
+    assert names == ["ls", "gc"]
     for name in names:
         result = run_plugsft("cache", name, "--help")
         assert result.returncode == 0 and f"Usage: plugsft cache {name}" in result.stdout

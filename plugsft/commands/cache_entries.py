@@ -1,4 +1,4 @@
-"""Entries of the cache: list, remove and verify them."""
+"""Entries of the cache: list and remove them."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, build_folders, claim
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
-from ..base.errors import DataError, PlugsftError, reason_of
+from ..base.errors import DataError, reason_of
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -97,23 +97,6 @@ def _is_open(entry: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def verify(folder: Path | None) -> None:
-    """Compare every byte of every entry with its checksum."""
-    home = tokens_folder(folder)
-    verified = sorted(entries(home), key=lambda entry: entry.folder)
-    damaged = []
-    for entry in verified:
-        problem = damage(entry.folder)
-        say(f"{entry.folder.name}  {f'damaged: {problem}' if problem else 'whole'}")
-        damaged += [entry.folder.name] if problem else []
-    if damaged:
-        raise PlugsftError(
-            f"{home}: {len(damaged)} of {_count(verified)} damaged; remove {', '.join(damaged)} "
-            "there: the next run that needs it builds it again"
-        )
-    say(f"{home}: {_count(verified)}, all whole")
 
 
 def entries(home: Path) -> Iterator[Entry]:

@@ -75,10 +75,3 @@ def gc(
     from . import cache_entries
 
     cache_entries.gc(folder, keep_days)
-
-
-def verify(folder: CacheFolder = None) -> None:
-    """Read every byte of every entry; exit with 2 if one is damaged."""
-    from . import cache_entries
-
-    cache_entries.verify(folder)
