@@ -60,7 +60,7 @@ def test_the_model_is_on_the_hub_with_the_figures_of_its_run(hub, tmp_path):
     card = repo.files["README.md"].decode()
     assert "| steps | 6 of 6" in card and "| time | 0:00" in card and "- `push`: " in card
     assert "push: the process waits at most 60 minutes" in out
-    assert out.strip().endswith(f"push: model, compared with the hub: {hub.url}/me/tiny")
+    assert out.strip().endswith(f"push: model, on the hub: {hub.url}/me/tiny")
     assert out.index("report:") < out.index("push: created the private repository me/tiny")
     assert not (tmp_path / "run/push").exists()
 
@@ -154,7 +154,7 @@ def test_one_of_two_ranks_uploads(hub, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     assert hub.repos["me/tiny"].messages == ["plugsft: the model of run"]
-    assert done.stdout.count("push: model, compared with the hub") == 1
+    assert done.stdout.count("push: model, on the hub") == 1
 
 
 def test_the_model_waits_for_the_report_of_its_run(tmp_path, capsys):
