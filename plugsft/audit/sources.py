@@ -16,6 +16,7 @@ from ..model.checks import check_weights
 from ..model.config import check_ids
 from ..recipe.tables import Recipe, Source
 from ..registry.active import Active
+from .examples import join, like
 from .findings import Findings, judge_chats, judge_rows
 
 ROWS = 100
@@ -138,20 +139,4 @@ def _rows(
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
     of_all = len(opened[number]) / len(sample.rows)
-    count, known = round(shard.examples * of_all), sample.tokens.plan_columns()
-    columns = {name: np.resize(values, count) for name, values in known.items()}
-    return EstimatedColumns(np.resize(sample.tokens.lengths, count), columns)
-
-
-def join(parts: list[EstimatedColumns], weights: list[float]) -> EstimatedColumns:
-    """Return the examples of all sources, each as often as its weight says."""
-    counts = [
-        round(weight * len(part["lengths"])) for part, weight in zip(parts, weights, strict=True)
-    ]
-    joined = {
-        name: np.concatenate(
-            [np.resize(part[name], count) for part, count in zip(parts, counts, strict=True)]
-        )
-        for name in {name for part in parts for name in part}
-    }
-    return EstimatedColumns(joined["lengths"], joined)
+    return like(sample.tokens, round(shard.examples * of_all))
