@@ -343,19 +343,6 @@ def test_what_is_learned_is_compared(change, said):
     assert words_of(report(a=change, a_b=change))["a"] == said
 
 
-def test_steps_are_compared_with_their_like():
-    dice = random.Random(3)
-    trials = [figures(dice, noise=0.0) for _ in range(5)]
-    ratio = speed_ratio([*pairwise(trials)], 2)
-    assert ratio.rounds == pytest.approx([1.0] * 4)  # whichever step was disturbed
-    # Twice the tokens in a step, in twice the time: as fast.
-    double = {
-        "tokens": [2 * count for count in trials[0]["tokens"]],
-        "seconds": [2 * one for one in trials[0]["seconds"]],
-    }
-    assert speed_ratio([(double, trials[0])], 2).middle == pytest.approx(1.0)
-
-
 def test_a_contender_that_fails_is_named():
     found = report()
     for number, one in enumerate(found["rounds"]):
@@ -370,6 +357,19 @@ def test_a_contender_that_fails_is_named():
     }
     assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
     assert bench.error("all on") == "it broke"
+
+
+def test_steps_are_compared_with_their_like():
+    dice = random.Random(3)
+    trials = [figures(dice, noise=0.0) for _ in range(5)]
+    ratio = speed_ratio([*pairwise(trials)], 2)
+    assert ratio.rounds == pytest.approx([1.0] * 4)  # whichever step was disturbed
+    # Twice the tokens in a step, in twice the time: as fast.
+    double = {
+        "tokens": [2 * count for count in trials[0]["tokens"]],
+        "seconds": [2 * one for one in trials[0]["seconds"]],
+    }
+    assert speed_ratio([(double, trials[0])], 2).middle == pytest.approx(1.0)
 
 
 @pytest.mark.slow
