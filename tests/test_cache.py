@@ -5,16 +5,12 @@ import os
 import random
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-import xxhash
 from conftest import (
     FULL,
     ROOT,
@@ -191,56 +187,13 @@ def test_ls_lists_what_is_there(recipe, home, tmp_path):
     assert last.endswith("; 1 unfinished")
 
 
-def seal(entry, facts):
-    """Write facts.json with checksums and sizes that fit."""
-    facts["index"] = xxhash.xxh3_128_hexdigest((entry / "index.arrow").read_bytes())
-    for shard in facts["shards"]:
-        if (entry / str(shard["file"])).is_file():
-            shard["size"] = (entry / shard["file"]).stat().st_size
-    (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
 
 
 def other_facts(part, name, value):
     def harm(entry):
         facts = parse_checksummed((entry / "facts.json").read_text())
         facts[part][0][name] = value
-        seal(entry, facts)
-        if name == "size":
-            facts[part][0][name] = value
-            (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
-
-    return harm
-
-
-def other_batch(file, **changes):
-    """Write a file's only batch again, with other columns."""
-
-    def harm(entry):
-        path = next(entry.glob(file))
-        stream = file.startswith("data")
-        with (pa.ipc.open_stream if stream else pa.ipc.open_file)(path.read_bytes()) as reader:
-            table = reader.read_all()
-        columns = {name: table[name].combine_chunks() for name in table.column_names}
-        columns |= {name: change(columns[name]) for name, change in changes.items()}
-        table = pa.table(columns)
-        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema) as writer:
-            writer.write(table)
-        seal(entry, parse_checksummed((entry / "facts.json").read_text()))
-
-    return harm
-
-
-def shorter(bytes_of_tokens):
-    """Let the values of a shard's lists end early; Arrow's own writer would refuse to."""
-
-    def harm(entry):
-        path = next(entry.glob("data-*"))
-        size = bytes_of_tokens(Tokens(entry).facts["tokens"])
-        raw = path.read_bytes()
-        assert struct.pack("<q", size) in raw
-        path.write_bytes(
-            raw.replace(struct.pack("<q", size), struct.pack("<q", size // 2 // 4 * 4))
-        )
+        (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
 
     return harm
 
@@ -248,32 +201,16 @@ def shorter(bytes_of_tokens):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (other_facts("shards", "examples", 23), "its number of examples differs"),
-        (other_facts("sources", "examples", 23), "its number of examples differs"),
         (other_facts("shards", "examples", "x"), "facts.json: damaged"),
         (other_facts("shards", "file", "data-y.arrow"), "damaged: no such file or directory"),
-        (other_facts("shards", "file", "../data-0.arrow"), "damaged: shards.0.file: String should"),
-        (other_facts("shards", "size", 3), "its size differs from facts.json"),
+        (other_facts("shards", "file", "../data-0.arrow"), "facts.json: damaged: it names ../data"),
+        (other_facts("shards", "checksum", "0"), "arrow: damaged: its checksum is wrong"),
         (lambda entry: (entry / "facts.json").write_text("{}"), "by another version of plugsft"),
         (lambda entry: (entry / "facts.json").write_text("[" * 10**5), "facts.json: damaged"),
         (
             lambda entry: (entry / "facts.json").unlink(),
             "facts.json: damaged: no such file or directory",
         ),
-        (
-            other_batch("index.arrow", length=lambda one: pc.add(one, 1)),
-            "the lengths of its examples differ",
-        ),
-        (
-            other_batch("index.arrow", row=lambda one: one.cast("int32")),
-            "its columns differ from the format",
-        ),
-        (
-            other_batch("data-*", row=lambda one: one.cast("int32")),
-            "its columns differ from the format",
-        ),
-        (shorter(lambda tokens: tokens * 4), "point outside of its tokens"),
-        (shorter(lambda tokens: -(-tokens // 8)), "point outside of its tokens"),
     ],
 )
 def test_a_data_set_that_does_not_fit_together_is_refused(recipe, harm, says):
@@ -563,7 +500,7 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     said = [line for one in ended for line in one.stderr.splitlines() if "error: " in line]
     assert all(one.returncode in (1, 2) for one in ended), ended
     assert not any("Traceback" in one.stderr for one in ended), ended
-    damaged = [line for line in said if f"{shard}: damaged: the checksum of example" in line]
+    damaged = [line for line in said if f"{shard}: damaged: its checksum is wrong" in line]
     assert damaged and all(f"Remove the folder {folder}" in one for one in damaged), said
     assert len(read_metrics(tmp_path / "other")) < 3, "three steps are an epoch"
     assert not (tmp_path / "other/model").exists()

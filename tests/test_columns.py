@@ -20,7 +20,6 @@ from plugsft.lab.trials import write_examples
 from plugsft.lab.tune import keeps_steps
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.load import load, resolve
-from plugsft.tokens import shards as shards_module
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
@@ -76,9 +75,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, data, counts, in_mem
         name: (kind, data.draw(st.lists(VALUES[kind], min_size=sum(counts), max_size=sum(counts))))
         for name, kind in kinds.items()
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "MAX_TOKENS", 4)  # several record batches in a shard
-        write(folder, columns, counts)
+    write(folder, columns, counts)
     tokens, table = Tokens(folder, in_memory), datasets.load_from_disk(str(folder))
     present = columns if sum(counts) else {}
     assert {*tokens.columns} == {*present} == {*table.column_names} - {*BARE}
@@ -89,7 +86,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, data, counts, in_mem
         assert len(tokens.example(number)[0]) == 2
 
 
-BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row", "checksum")
+BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row")
 
 
 def prepared(folder, rows, plugins, model=None, **data):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.atomic import write_text
-from ..base.checksums import add_checksum, file_digest, parse_checksummed
+from ..base.atomic import stamp, write_text
+from ..base.checksums import add_checksum, parse_checksummed
 from ..base.console import progress
 from ..base.errors import DataError
 from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Slice, Span
@@ -80,7 +80,7 @@ class ShardWriter:
         shard.examples, shard.tokens = len(examples.rows), len(examples.mask)
         shard.largest = int(examples.ids.max(initial=0))
         shard.trained, shard.columns = write_shard(path, examples), examples.types
-        shard.stamp = [path.stat().st_size, file_digest(path)]
+        shard.stamp = [*stamp(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
         return shard
@@ -130,7 +130,7 @@ class ShardWriter:
         path = self.path(part)
         try:
             shard = Shard(**parse_checksummed(path.with_suffix(".json").read_text()))
-            complete = shard.stamp == [path.stat().st_size, file_digest(path)]
+            complete = shard.stamp == [*stamp(path)]
         except (OSError, ValueError, TypeError):
             return None
         return shard if complete and shard.rows == part.stop - part.start else None

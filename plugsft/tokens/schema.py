@@ -6,13 +6,12 @@ lengths    list<int32>   lengths of its sequences: one for SFT, chosen and rejec
 shared     int32         length of the untrained prefix that both sequences share
 trained    int32         number of targets, so that planning a step reads no tokens
 row        int64         row in the source
-checksum   int64         checksum of its tokens and mask in the file
 
 Then come the columns of `render`, sorted by name: bool, int64 or float64.
 
 index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
-row, checksum and the columns of `render`. facts.json has the types of these, the checksum of the
-index, and its own.
+row and the columns of `render`. facts.json has the types of these, the checksums of the index and
+of each shard, and its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from ..base.errors import DataError
 from ..base.types import Shard
 
-FORMAT = 5
+FORMAT = 6
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -34,10 +33,9 @@ SCHEMA = pa.schema(
         "shared": pa.int32(),
         "trained": pa.int32(),
         "row": pa.int64(),
-        "checksum": pa.int64(),
     }
 )
-INDEX_COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
+INDEX_COLUMNS = ("length", "first", "shared", "trained", "row")
 
 WEIGHT = "weight"
 """The column of `render` that multiplies an example's loss; 1 in shards without it."""

@@ -1,20 +1,17 @@
 """Write shards of tokens and their index; schema.py describes the columns of both."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
-from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from ..base.atomic import replace_file
-from ..base.checksums import add_checksum, parse_checksummed
+from ..base.atomic import replace_file, stamp
+from ..base.checksums import add_checksum, file_digest, parse_checksummed
 from ..base.types import Ints, Shard
 from .schema import (
     FORMAT,
@@ -25,37 +22,6 @@ from .schema import (
     index_schema,
     shard_schema,
 )
-
-MAX_TOKENS = 2**30
-"""Most tokens in a record batch: its offsets have 32 bits."""
-Number = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class _ShardFacts(BaseModel):
-    """A shard in facts.json."""
-
-    file: str = Field(pattern=r"^data-[\w-]+\.arrow$")
-    examples: Number
-    size: Number
-
-
-class _SourceFacts(BaseModel):
-    """A source in facts.json."""
-
-    examples: Number
-
-
-class _Facts(BaseModel):
-    """The fields of facts.json that opening needs."""
-
-    model_config = ConfigDict(strict=True)
-
-    format: Literal[5]
-    index: str
-    columns: dict[str, ColumnType]
-    pairs: Number
-    shards: list[_ShardFacts]
-    sources: list[_SourceFacts] | None = None
 
 
 @dataclass
@@ -81,35 +47,22 @@ class Examples:
 
 def write_shard(path: Path, examples: Examples) -> int:
     """Write one Arrow file, whole or not at all; return its number of targets."""
-    num_targets = 0
+    _write_batch(path, _record_batch(examples))
+    return int(np.count_nonzero(examples.mask))
+
+
+def _write_batch(path: Path, batch: pa.RecordBatch) -> None:
     with (
         replace_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_stream(sink, shard_schema(examples.types)) as writer,
+        pa.ipc.new_stream(sink, batch.schema) as writer,
     ):
-        for batch in _split(examples):
-            writer.write_batch(_record_batch(batch))
-            num_targets += int(np.count_nonzero(batch.mask))
-    return num_targets
+        writer.write_batch(batch)
 
 
-def _split(examples: Examples) -> Iterator[Examples]:
-    """Split examples into record batches of about MAX_TOKENS tokens."""
-    if len(examples.mask) <= MAX_TOKENS:
-        yield examples
-        return
-    first_sequence = offsets_of(examples.num_sequences)
-    offsets = offsets_of(examples.counts)[first_sequence]
-    cuts = np.searchsorted(offsets, np.arange(0, len(examples.mask), MAX_TOKENS))
-    for start, stop in zip(cuts, [*cuts[1:], len(examples.rows)], strict=True):
-        yield Examples(
-            examples.ids[offsets[start] : offsets[stop]],
-            examples.mask[offsets[start] : offsets[stop]],
-            examples.counts[first_sequence[start] : first_sequence[stop]],
-            examples.num_sequences[start:stop],
-            examples.rows[start:stop],
-            {name: values[start:stop] for name, values in examples.columns.items()},
-        )
+def _read_batch(path: Path) -> pa.RecordBatch:
+    with pa.memory_map(str(path)) as mapped:
+        return pa.ipc.open_stream(mapped).read_next_batch()
 
 
 def _record_batch(examples: Examples) -> pa.RecordBatch:
@@ -124,27 +77,10 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
             _arrow(_shared_prefixes(examples, offsets, first_sequence)),
             _arrow(trained.astype(np.int32)),
             _arrow(examples.rows.astype(np.int64)),
-            _arrow(_checksums(examples, offsets)),
             *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
         ],
         schema=shard_schema(examples.types),
     )
-
-
-def _checksums(examples: Examples, offsets: Ints) -> Ints:
-    bits = np.packbits(examples.mask, bitorder="little")
-    spans, ids = pairwise(offsets.tolist()), examples.ids
-    checksums = [checksum_of(ids[start:stop], bits, start, stop) for start, stop in spans]
-    return np.array(checksums, np.uint64).view(np.int64)
-
-
-def checksum_of(ids: NDArray[Any], bits: NDArray[np.uint8], start: int, stop: int) -> int:
-    """Return the checksum of an example's ids and of the bytes that hold its mask.
-
-    The mask is the bits from `start` to `stop`.
-    """
-    seed = xxh3_64_intdigest(ids.data)
-    return xxh3_64_intdigest(bits[start >> 3 : (stop + 7) >> 3].data, seed)
 
 
 def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) -> NDArray[np.int32]:
@@ -175,6 +111,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     for shard in shards:
         if shard.columns != types:
             _unify(folder / shard.file, types)
+            shard.stamp = []
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -191,21 +128,17 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     columns = [np.concatenate(parts) for parts in zip(*shard_columns, strict=True)]
     pairs = int(np.count_nonzero(columns[1] < columns[0]))
     index, schema = folder / "index.arrow", index_schema(types)
+    arrays = [_arrow(it).cast(kind) for it, kind in zip(columns, schema.types, strict=True)]
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
-        file.write_batch(pa.record_batch([_arrow(column) for column in columns], schema=schema))
-    with pa.memory_map(str(index)) as mapped:
-        checksum = xxh3_128_hexdigest(mapped.read_buffer())
-    shard_facts = [
-        {
-            "file": shard.file,
-            "examples": shard.examples,
-            "size": (folder / shard.file).stat().st_size,
-        }
-        for shard in shards
-    ]
+        file.write_batch(pa.record_batch(arrays, schema=schema))
+    shard_facts = []
+    for shard in shards:
+        size, checksum = shard.stamp or stamp(folder / shard.file)
+        own = {"file": shard.file, "examples": shard.examples}
+        shard_facts.append({**own, "size": size, "checksum": checksum})
     facts = facts | {
         "format": FORMAT,
-        "index": checksum,
+        "index": file_digest(index),
         "pairs": pairs,
         "columns": types,
         "shards": shard_facts,
@@ -215,17 +148,9 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
 
 def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
     """Give a shard the columns of all shards: floats for integers, and the weight 1."""
-    schema = shard_schema(types)
-    with pa.memory_map(str(path)) as mapped:
-        batches = [*pa.ipc.open_stream(mapped)]
-        with (
-            replace_file(path) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_stream(sink, schema) as writer,
-        ):
-            for batch in batches:
-                columns = [_column(batch, field) for field in schema]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
+    schema, batch = shard_schema(types), _read_batch(path)
+    columns = [_column(batch, field) for field in schema]
+    _write_batch(path, pa.record_batch(columns, schema=schema))
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
@@ -240,9 +165,7 @@ def read_facts(text: str) -> dict[str, Any]:
     facts = json.loads(text)
     if isinstance(facts, dict) and facts.get("format") != FORMAT:
         raise ValueError("it was written by another version of plugsft")
-    facts = parse_checksummed(text)
-    _Facts.model_validate(facts)
-    return facts
+    return parse_checksummed(text)
 
 
 def count_true(values: NDArray[np.bool_], counts: Ints) -> Ints:
@@ -256,7 +179,8 @@ def count_true(values: NDArray[np.bool_], counts: Ints) -> Ints:
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
-    return pa.ListArray.from_arrays(_arrow(offsets.astype(np.int32)), _arrow(values))
+    # The cast refuses more than 2^31 tokens.
+    return pa.ListArray.from_arrays(_arrow(offsets).cast(pa.int32()), _arrow(values))
 
 
 def _arrow(values: NDArray[Any]) -> pa.Array:
@@ -284,25 +208,10 @@ def places_of(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1], counts)
 
 
-def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> tuple[NDArray[Any], ...]:
+def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> list[NDArray[Any]]:
     """Read the columns of the index from a shard."""
-    with pa.memory_map(str(path)) as mapped:
-        batches = [*pa.ipc.open_stream(mapped)]
-    schema = index_schema(types)
-    own_types = zip(sorted(types), schema.types[len(INDEX_COLUMNS) :], strict=True)
-    columns = (
-        [np.diff(numpy_of(batch["loss_mask"].offsets)) for batch in batches],
-        [_first_values(batch["lengths"]) for batch in batches],
-        *([numpy_of(batch[name]) for batch in batches] for name in INDEX_COLUMNS[2:]),
-        *([numpy_of(batch[name].cast(kind)) for batch in batches] for name, kind in own_types),
-    )
-    return tuple(
-        np.concatenate([np.zeros(0, kind.to_pandas_dtype()), *parts])
-        for kind, parts in zip(schema.types, columns, strict=True)
-    )
-
-
-def _first_values(lists: pa.ListArray) -> NDArray[np.int32]:
-    """Return the first value of each list."""
-    values: NDArray[np.int32] = numpy_of(lists.values)[numpy_of(lists.offsets)[:-1]]
-    return values
+    batch, kinds = _read_batch(path), index_schema(types).types[2:]
+    lengths, names = batch["lengths"], [*INDEX_COLUMNS[2:], *sorted(types)]
+    columns = [batch[name].cast(kind) for name, kind in zip(names, kinds, strict=True)]
+    firsts = numpy_of(lengths.values)[numpy_of(lengths.offsets)[:-1]]
+    return [np.diff(numpy_of(batch["loss_mask"].offsets)), firsts, *map(numpy_of, columns)]
