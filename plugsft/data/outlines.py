@@ -2,8 +2,10 @@
 
 To find what a server reads and writes, a chat is rendered twice for each answer (turns.py): a cost
 that grows with the square of its length. But the words of a plain chat are all the same to a
-template. So one chat of a shape (roles, and white space around words) is rendered with places for
-words: its outline. Each chat of the shape fills it, and must be equal to its own rendering, once.
+template. So one chat of a shape (the roles) is rendered with places for words: its outline. Each
+chat of the shape fills it, and must be equal to its own rendering, once. White space around words
+is tried in a short chat: where the template keeps it or strips it everywhere, it is of the words,
+else of the shape.
 
 A template may still look into words: for </think>, say. What it looks for stands in its source, and
 a chat with such words is rendered turn by turn. So is every chat whose number is a power of two,
@@ -70,6 +72,8 @@ class Outlines:
     """What the template looks for, and has not been tried."""
     known: dict[str, Outline | None] = field(default_factory=dict)
     """Shape -> outline; None where there is none."""
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """White space around {} -> what of it is of the words, and what is of the shape."""
     turns: dict[str, Turn] = field(default_factory=dict)
     """The beginning of a chat with places for words -> its last turn."""
     filled: int = 0
@@ -77,8 +81,12 @@ class Outlines:
 
     def find(self, chat: Conversation) -> RenderedChat:
         """Return the examples of a chat."""
-        words = [str(message.get("content") or "").strip() for message in chat.messages]
-        outline = self._outline(chat, words) if _is_plain(chat, words) else None
+        own = [str(message.get("content") or "").strip() for message in chat.messages]
+        if not _is_plain(chat, own):
+            return self.render(chat)
+        places = [self._split(chat, *pair) for pair in zip(chat.messages, own, strict=True)]
+        words = [text for text, _ in places]
+        outline = self._outline(chat, words, [around for _, around in places])
         if outline is None or outline.whole.format(*words) != self.write(chat.messages):
             return self.render(chat)
         rendered = outline.fill(words)
@@ -90,32 +98,43 @@ class Outlines:
             )
         return rendered
 
-    def _outline(self, chat: Conversation, words: list[str]) -> Outline | None:
+    def _split(self, chat: Conversation, message: Row, own: str) -> tuple[str, str]:
+        """Return a message's words, with white space that is of them, and the rest around {}."""
+        around = message["content"].replace(own, "{}", 1)
+        if around not in self.spaces:
+            fits = [kept for kept in (around, "{}") if self._is_filled(chat, around, kept)]
+            self.spaces[around] = (fits[0], "{}") if fits else ("{}", around)
+        kept, rest = self.spaces[around]
+        return kept.format(own), rest
+
+    def _outline(self, chat: Conversation, words: list[str], around: list[str]) -> Outline | None:
         """Return the outline for a chat."""
-        around = [
-            message["content"].split(own, 1)
-            for message, own in zip(chat.messages, words, strict=True)
-        ]
         roles = [message["role"] for message in chat.messages]
         shape = repr((roles, around, chat.num_prompt, chat.flags))
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
                 self.known = {}
                 self.turns = {}
-            self.known[shape] = self._make(chat, words)
+            self.known[shape] = self._make(chat, around)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
             self.searched.discard(text)
-            if TAG_SIGNS.search(text) or not self._is_harmless(text, chat):
+            one, end = _outlined(text), _outlined(text).strip()
+            form = f"{end} a{one}{{}}{one}a {end}".strip()
+            if TAG_SIGNS.search(text) or not self._is_filled(chat, form, form):
                 self.harmful.add(text)
         if any(text in everything for text in self.harmful):
             return None
         return self.known[shape]
 
-    def _make(self, chat: Conversation, words: list[str]) -> Outline | None:
+    def _make(self, chat: Conversation, around: list[str]) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
-        places = [f"{OPEN}{number}{CLOSE}" for number in range(len(words))]
-        sample = _with_words(chat, words, places)
+        places = [f"{OPEN}{number}{CLOSE}" for number in range(len(around))]
+        messages = [
+            {**message, "content": form.format(place)}
+            for message, form, place in zip(chat.messages, around, places, strict=True)
+        ]
+        sample = Conversation(messages, flags=chat.flags, num_prompt=chat.num_prompt)
         try:
             rendered = self.render(sample, self.turns)
         except BadRow:
@@ -125,36 +144,30 @@ class Outlines:
             cuts = [0, *(end for span in spans for end in span), len(text)]
             parts = [text[cut:end] for cut, end in pairwise(cuts)]
             texts.append([sys.intern(_outlined(part)) for part in parts])
-        outline = Outline(_outlined(self.write(sample.messages)), texts, rendered.warnings)
+        outline = Outline(_outlined(self.write(messages)), texts, rendered.warnings)
         return outline if outline.fill(places) == rendered else None
 
-    def _is_harmless(self, text: str, chat: Conversation) -> bool:
-        """Tell whether a text may stand among the words: a short chat with it fills its outline."""
-        roles = [message["role"] for message in chat.messages[:1] if message["role"] == "system"]
-        roles += ["user", "assistant"] * 2
-        short = Conversation([{"role": role, "content": "a"} for role in roles])
-        outline = self._make(short, ["a"] * len(roles))
-        end = text.strip()
-        words = [f"{end} a{text}{number}{text}a {end}".strip() for number in range(len(roles))]
+    def _is_filled(self, chat: Conversation, form: str, words: str) -> bool:
+        """Tell whether a short chat of contents in a form is its outline with words in a form."""
+        roles = ["system"] * (chat.messages[0]["role"] == "system") + ["user", "assistant"] * 2
+        messages = [
+            {"role": role, "content": form.format(f"a{number}")}
+            for number, role in enumerate(roles)
+        ]
+        short = Conversation(messages)
+        outline = self._make(short, ["{}"] * len(roles))
         try:
-            rendered = self.render(_with_words(short, ["a"] * len(roles), words))
+            rendered = self.render(short)
         except BadRow:
             return False
-        return outline is not None and outline.fill(words) == rendered
+        filled = [words.format(f"a{number}") for number in range(len(roles))]
+        return outline is not None and outline.fill(filled) == rendered
 
 
 def _is_plain(chat: Conversation, words: list[str]) -> bool:
     if chat.tools is not None or chat.variables:
         return False
     return all(words) and all(len(message) == 2 for message in chat.messages)
-
-
-def _with_words(chat: Conversation, words: list[str], others: list[str]) -> Conversation:
-    messages = [
-        {**message, "content": message["content"].replace(own, other, 1)}
-        for message, own, other in zip(chat.messages, words, others, strict=True)
-    ]
-    return Conversation(messages, flags=chat.flags, num_prompt=chat.num_prompt)
 
 
 def _outlined(text: str) -> str:
