@@ -7,7 +7,9 @@ import pytest
 from served import (
     AGAIN,
     ASK,
+    BERGEN,
     CHATS,
+    OSLO,
     TEMPLATES,
     WITH_TOOLS,
     answer,
@@ -94,6 +96,17 @@ def test_gpt_oss_ends_each_answer_as_a_server_does():
     assert called.endswith("<|call|>") and told.endswith("Sunny there.<|return|>")
     with pytest.raises(BadRow, match=r"leaves out .* of a call; set model.chat_template"):
         examples_of(chat, CHATS["two calls"], True)
+
+
+def test_a_lost_call_is_refused_though_all_that_it_says_stands_elsewhere():
+    chat = chat_of(TEMPLATES["gptoss"])
+    chat.train_on = "all"
+    rain = {"role": "tool", "content": "weather in Bergen, 4 days: rain; weather of Oslo, 3 days"}
+    turns = [ASK, answer("", tool_calls=[OSLO, BERGEN]), rain, answer("weather: rain in Bergen.")]
+    with pytest.raises(BadRow, match="leaves out 'weather' of a call"):
+        chat.render(conversation(turns, tools=True))
+    turns[1] = answer("", tool_calls=[OSLO])
+    assert "Oslo" in chat.render(conversation(turns, tools=True)).texts[0][0]
 
 
 @pytest.mark.parametrize("kind", WITH_TOOLS)

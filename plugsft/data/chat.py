@@ -3,10 +3,11 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
-from .messages import BadRow, Conversation, call_variants, calls_of, parse_arguments
+from .messages import BadRow, Conversation, call_variants, calls_of, parse_arguments, with_calls
 from .outlines import Outlines, RenderedChat, Text
 from .turns import ASK, Turn, TurnFinder, Unserved, thoughts_of
 
@@ -152,8 +153,7 @@ class Chat:
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         if self.train_on == "all":
             _ensure_context(chat, messages, text)
-            for answer in answers:
-                _ensure_calls(messages[answer], text)
+            self._ensure_all_calls(messages, answers, variables, text)
             untrained = self._untrained(chat, answers)
             if not untrained:
                 self.methods.add(WHOLE)
@@ -162,15 +162,12 @@ class Chat:
             return RenderedChat([(text, _complement(spans, len(text)))])
         chosen = self._trained(chat, answers)
         if self.blocks:
-            warnings = []
-            for answer in answers:
-                _ensure_calls(messages[answer], text)
-                warnings += _lost_thoughts(messages[answer], text)
+            self._ensure_all_calls(messages, answers, variables, text)
+            warnings = [it for answer in answers for it in _lost_thoughts(messages[answer], text)]
             return RenderedChat([(text, self._marked(marks, answers, chosen))], warnings)
         _ensure_context(chat, messages, text)
         turns = self._find(messages, variables, chosen, known)
-        for answer in set(answers) - {*chosen}:
-            _ensure_calls(messages[answer], text)
+        self._ensure_all_calls(messages, {*answers} - {*chosen}, variables, text)
         warnings = []
         for number, turn in zip(chosen, turns, strict=True):
             warnings += self._ensure_whole(messages[number], turn)
@@ -181,6 +178,33 @@ class Chat:
             return RenderedChat([(whole, self._spans(whole, turns))], warnings)
         texts = [(turn.prompt + turn.answer, [_span(turn)]) for turn in turns]
         return RenderedChat(texts, [*warnings, *([UNROLLED] if len(texts) > 1 else [])])
+
+    def _ensure_all_calls(
+        self, messages: list[Row], answers: Iterable[int], variables: dict[str, Any], text: str
+    ) -> None:
+        """Refuse a template that leaves out calls of these answers from the text of a chat.
+
+        What a call says may stand elsewhere in it too. So each call is written once with a name
+        that no other has.
+        """
+        calling = [answer for answer in answers if messages[answer].get("tool_calls")]
+        for answer in calling:
+            _ensure_calls(messages[answer], text)
+        if not calling:
+            return
+        numbers = count()
+        named = [
+            with_calls(message, name=lambda name: f"{name}_{next(numbers)}_call")
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+        with suppress(TemplateRefusal):
+            text = self._write(named, variables)[0]
+            for answer in calling:
+                calls = zip(calls_of(messages[answer]), calls_of(named[answer]), strict=True)
+                if lost := [name for (name, _), (other, _) in calls if other not in text]:
+                    raise BadRow(f"the chat template leaves out {lost[0]!r} of a call{ANOTHER}")
 
     def _spans(self, text: str, turns: list[Turn]) -> list[Span]:
         if not all(text.startswith(turn.prompt + turn.answer) for turn in turns):
@@ -372,8 +396,8 @@ def _ensure_calls(message: Row, text: str) -> None:
     for name, arguments in calls_of(message):
         values[name] += 1
         values.update(_scalars(arguments))
-    for value, count in values.items():
-        if max(_count(form, text) - _count(form, beside) for form in _forms(value)) < count:
+    for value, times in values.items():
+        if max(_count(form, text) - _count(form, beside) for form in _forms(value)) < times:
             raise BadRow(f"the chat template leaves out {value!r} of a call{ANOTHER}")
 
 

@@ -94,9 +94,24 @@ def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
     for arguments_of in (parse_arguments, _as_json):
         for empty in ("", None):
             yield [
-                _with_calls(turn, empty, arguments_of) if turn.get("tool_calls") else turn
+                {
+                    **with_calls(turn, arguments=arguments_of),
+                    "content": turn.get("content") or empty,
+                }
+                if turn.get("tool_calls")
+                else turn
                 for turn in messages
             ]
+
+
+def with_calls(message: Row, **edits: Callable[[Any], Any]) -> Row:
+    """Return a message whose calls have other arguments or names."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        function = function | {key: edit(function.get(key)) for key, edit in edits.items()}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
 
 
 def _message(turn: Any) -> Row:
@@ -149,16 +164,6 @@ def _check_calls(calls: Any) -> None:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("'tool_calls' is not a list of calls with names")
-
-
-def _with_calls(message: Row, empty: str | None, arguments_of: Callable[[Any], Any]) -> Row:
-    """Return a message whose calls have their arguments in one form."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        function = {**function, "arguments": arguments_of(function.get("arguments"))}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
 
 def parse_arguments(arguments: Any) -> Any:
