@@ -7,8 +7,6 @@ from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from test_launch import config, curve
 from transformers import AutoModelForCausalLM
 
-from plugsft.model.load import saved_tensors
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -21,7 +19,7 @@ def whole(case):
 
 
 def weights(run):
-    return saved_tensors(AutoModelForCausalLM.from_pretrained(run / "model"))
+    return AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
 
 
 def ensure_alike(recipe, folder, kind):

@@ -1,7 +1,7 @@
 """Load a model from a folder or the hub, or create a new one from its sizes."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,10 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..base.errors import PluginError, RecipeError, TrainError
+from ..base.errors import PluginError, RecipeError
 from ..recipe.tables import Model, Scratch
 from .config import load_error
-from .tensor_shards import TensorShard, local_shard, whole_shape
+from .tensor_shards import whole_shape
 from .weight_files import Weights, find_weight_files, meta_copy
 
 
@@ -70,7 +70,6 @@ class Load:
                 f"model.path: the files of '{self.path}' lack {len(missing):,} of the model's "
                 f"tensors ({missing[0]} first), which would be random; download the model again"
             )
-        self._ensure_as_in_files(model)
         grow_embeddings(model, max(self.new_tokens, default=-1) + 1)
         return keep_soft_cap(model)
 
@@ -92,22 +91,6 @@ class Load:
         assert self._weights is not None
         with self._weights as opened:
             yield opened
-
-    def compare_with_files(self, shards: Mapping[str, TensorShard], rank: int) -> None:
-        """Compare samples of loaded shards, named as in the files, with the files."""
-        with self.weights() as weights:
-            if wrong := weights.differing(shards, self.kwargs.get("dtype"), rank):
-                raise _wrong_weights(self.path, wrong)
-
-    def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
-        files = find_weight_files(self.path, self.kwargs.get("revision"))
-        if not files or getattr(model, "hf_quantizer", None) is not None:
-            return
-        weights = Weights(meta_copy(model), files)
-        shards = {name: local_shard(one) for name, one in saved_tensors(model).items()}
-        with weights:
-            if wrong := weights.differing(shards, self.kwargs.get("dtype")):
-                raise _wrong_weights(self.path, wrong)
 
     def _without_weights(self) -> PreTrainedModel | None:
         """Build the model without weights, if its files hold all of them."""
@@ -190,18 +173,6 @@ def persistent_buffers(model: Any) -> dict[str, Tensor]:
     """Return the buffers that are saved with a model."""
     saved = {*model.state_dict()}
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def saved_tensors(model: Module) -> dict[str, Tensor]:
-    """Return a model's saved tensors: parameters under all their names, and buffers."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
-
-
-def _wrong_weights(path: str, wrong: str) -> TrainError:
-    return TrainError(
-        f"model.path: '{path}' was not loaded correctly: {wrong}. Nothing was trained. Try again; "
-        "if it happens again, the disk, the memory or transformers' loader is at fault"
-    )
 
 
 def make_load(

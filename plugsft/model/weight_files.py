@@ -202,21 +202,13 @@ class Weights:
             self._last = group.convert(self._model, self._whole)
         return self._last[name][start:stop]
 
-    def differing(
-        self, shards: Mapping[str, TensorShard], dtype: torch.dtype | None = None, rank: int = 0
-    ) -> str:
+    def differing(self, shards: Mapping[str, TensorShard], dtype: torch.dtype | None) -> str:
         """Compare samples of each shard with the files; describe the first difference, or "".
 
-        `dtype` is the type of loading or saving.
+        `dtype` is the type of saving.
         """
         left = MAX_COMPARED_BYTES
-        names = sorted(shards)
-        # Ranks start at different tensors, so together they compare more than one budget.
-        first = rank * 7919 % max(len(names), 1)
-        for name in names[first:] + names[:first]:
-            shard = shards[name]
-            if name not in self.shapes:
-                continue
+        for name, shard in sorted(shards.items()):
             if self.shapes[name] != list(shard.shape):
                 return f"{name} has the shape {list(shard.shape)}; in its file {self.shapes[name]}"
             group = self._groups[name]
@@ -237,7 +229,7 @@ class Weights:
         stored = self.rows(name, first, -(-stop // row)).reshape(-1)
         stored = stored[start - first * row : stop - first * row]
         ours = shard.values[start - shard.start : stop - shard.start].to("cpu")
-        # Compare in the dtype of loading or saving: trained weights may be more precise.
+        # Compare in the dtype of saving: trained weights may be more precise.
         common = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
         ours, stored = ours.to(common), stored.to(common)
         # NaN counts as equal to NaN.

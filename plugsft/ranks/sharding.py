@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from ..base.errors import PluginError
 from ..model.load import Load
 from ..model.tensor_shards import local_shard, shard_of
-from .agree import agreed
 from .sharded_optimizers import ensure_suits_zero3, explain_optimizer
 from .train_state import TrainState
 from .zero3 import ZeroTrainState
@@ -137,9 +136,6 @@ def _shard_by_rows(model: Any, accelerator: Accelerator, names: dict[str, str], 
             row = tensors[name][:1].numel()
             start, stop = shard.start // row, (shard.start + shard.values.numel()) // row
             shard.values.copy_(weights.rows(stored, start, stop).reshape(-1))
-    shards = {stored: shard_of(tensors[name]) for name, stored in names.items()}
-    with agreed(accelerator, "comparing the model with its files"):
-        load.compare_with_files(shards, accelerator.process_index)
 
 
 def _scatter_weights(
@@ -156,9 +152,6 @@ def _scatter_weights(
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if accelerator.is_main_process:
                     parameter.copy_(weights.rows(stored, 0, parameter.ds_shape[0]))
-    shards = {stored: local_shard(tensors[name]) for name, stored in names.items()}
-    with agreed(accelerator, "comparing the model with its files"):
-        load.compare_with_files(shards, accelerator.process_index)
 
 
 def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> None:
