@@ -187,8 +187,6 @@ def test_ls_lists_what_is_there(recipe, home, tmp_path):
     assert last.endswith("; 1 unfinished")
 
 
-
-
 def other_facts(part, name, value):
     def harm(entry):
         facts = parse_checksummed((entry / "facts.json").read_text())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.types import Row
-from .messages import REASONING, BadRow, calls_of
+from .messages import REASONING, BadRow, with_calls
 
 Write = Callable[[list[Row], bool], str]
 """(messages, whether to add the generation prompt) -> text."""
@@ -262,14 +262,7 @@ def other_words(turn: Row) -> Row:
     if turn.get("content"):
         other["content"] = content
     if turn.get("tool_calls"):
-        functions = [
-            {"name": _other(name), "arguments": _other_values(arguments)}
-            for name, arguments in calls_of(turn)
-        ]
-        other["tool_calls"] = [
-            {"type": "function", "id": call.get("id", "abcdef123"), "function": function}
-            for call, function in zip(turn["tool_calls"], functions, strict=True)
-        ]
+        other = with_calls(other, name=_other, arguments=_other_values)
     return other
 
 
