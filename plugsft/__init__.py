@@ -5,7 +5,7 @@ Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for
 
 from .api.finished_run import FinishedRun
 from .api.functions import generate, inspect, load_run, prepare, train
-from .base.atomic import damage
+from .base.atomic import damage, write_text
 from .base.build_once import once
 from .base.checksums import cache_folder, digest
 from .base.console import progress, say
@@ -88,4 +88,5 @@ __all__ = [
     "say",
     "state",
     "train",
+    "write_text",
 ]

@@ -156,6 +156,17 @@ def test_what_ctrl_c_left_is_gone_on_from(place):
     assert damage(place) is None and left_over(place) == []
 
 
+def test_links_in_a_shared_cache_are_not_gone_on_from(place, tmp_path):
+    """Someone else may have put them there; publishing lets everyone read its files."""
+    private = tmp_path / "private"
+    private.write_text("mine")
+    private.chmod(0o600)
+    (place.parent / f".{place.name}.parts-000001").mkdir(parents=True)
+    (place.parent / f".{place.name}.parts-000001/data-1").symlink_to(private)
+    once(place, lambda building: None)
+    assert private.stat().st_mode & 0o777 == 0o600 and not (place / "data-1").exists()
+
+
 def test_half_files_are_not_published(place):
     with publish(place) as building:
         (building / "inner").mkdir()

@@ -90,6 +90,49 @@ def test_any_reason_stops_in_good_order(tiny, tmp_path, stops, reason, recorded)
     assert (tmp_path / "run/model").is_dir()
 
 
+ASKS = """
+    import torch
+
+    @plugin()
+    class Asks:
+        stop: object = state()
+        seen: int = state(0)
+
+        @hookimpl
+        def ready(self, run):
+            self.stop = run.stop if run.ranks.rank == run.ranks.size - 1 else str
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            if not torch.is_grad_enabled():
+                self.seen += 1
+                self.stop("seen enough")
+            return (yield)
+
+        @hookimpl
+        def summary(self):
+            return f"{self.seen} seen"
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plugin_that_stops_inside_an_evaluation_ends_the_run_after_all_of_it(
+    tiny, tmp_path, monkeypatch, ranks
+):
+    activate(install(tmp_path / "site", asks=ASKS), monkeypatch)
+    evaluation = {"split": "train[:12]", "every": 2}
+    train = TRAIN | {"micro_batch": 1}
+    recipe = tiny(rows=chats(24), train=train, eval=evaluation, plugins={"asks": {}})
+    for ended in [process.wait() for process in start_ranks(ranks, recipe)]:
+        assert ended.returncode == 0, ended.stderr
+    record = record_of(run := tmp_path / "run")
+    assert (record["status"], record["reason"]) == ("completed", "seen enough")
+    assert record["steps"]["done"] == 2 and (run / "model").is_dir()
+    assert (run / "checkpoints/step-000002").is_dir()
+    assert record["plugins"][0]["summary"] == f"{12 // ranks} seen"
+    assert (run / "metrics.jsonl").read_text().count('"eval_loss"') == 1
+
+
 BEST = """
     @plugin()
     class Told:

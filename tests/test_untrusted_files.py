@@ -4,6 +4,7 @@ import errno
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 from plugsft.base.errors import RecipeError
 from plugsft.data.readers import objects
 from plugsft.lab.trials import run_process
-from plugsft.output.folder import lock_output
+from plugsft.model.load import Load
+from plugsft.output.folder import ensure_inputs, lock_output
 from plugsft.output.record import keep_lines
 from plugsft.output.run_record import read_metrics
 from plugsft.plugins.push.uploads import Uploads
@@ -58,6 +60,18 @@ def test_the_lock_is_not_written_through_a_link(made, tmp_path):
     assert thesis.read_text() == "years of work"
 
 
+def test_no_plugin_writes_through_a_link(made, run, tmp_path):
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years of work")
+    words = [made / "recipe.toml", f"output={run}", "--overwrite", "train.steps=6"]
+    for name in ("trackers.json", "profile.json"):
+        (run / name).symlink_to(thesis)
+    done = run_plugsft(*words, 'plugins.tracker.to=["tensorboard"]', "plugins.profiler={}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "profile.json").read_text())["steps"]
+    assert thesis.read_text() == "years of work" and not (run / "trackers.json").is_symlink()
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_export_copies_no_file_from_outside_of_the_model(run, tmp_path, kind):
     secret = tmp_path / "secret"
@@ -69,7 +83,7 @@ def test_export_copies_no_file_from_outside_of_the_model(run, tmp_path, kind):
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("command", ["check", "train", "chat", "export"])
 def test_an_index_of_weights_names_only_files_of_its_folder(made, run, tmp_path, absolute, command):
     model, outside = run / "model", tmp_path / "run/outside.safetensors"
     (model / "model.safetensors").rename(outside)
@@ -77,8 +91,16 @@ def test_an_index_of_weights_names_only_files_of_its_folder(made, run, tmp_path,
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
     tables = tiny_tables(tmp_path / "next") | {"model": {"path": str(model)}}
-    error = refused(command, write_recipe(tmp_path / "next.toml", tables))
-    assert f"{index}: cannot be used: it names {name}, outside of its folder" in error
+    words = [write_recipe(tmp_path / "next.toml", tables)]
+    if command in ("chat", "export"):  # adapters for that model
+        words = [tmp_path / "adapters", *(["--merge"] if command == "export" else ["--ask", "hi"])]
+        words[0].mkdir()
+        settings = {"base_model_name_or_path": str(model), "peft_type": "LORA"}
+        (words[0] / "adapter_config.json").write_text(json.dumps(settings))
+    says = f"{index}: cannot be used: it names {name}, outside of its folder"
+    assert says in refused(command, *words)
+    with pytest.raises(RecipeError, match=re.escape(says)):  # as a plugin loads a reference
+        Load(str(model)).build()
 
 
 PLANTED = "import pathlib; pathlib.Path('ran').touch()\n"
@@ -125,6 +147,7 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
         ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate cannot use its settings: 'X' is not"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
+        ({"PLUGSFT_OWN_PLUGINS": '{"a": 1}'}, "PLUGSFT_OWN_PLUGINS='{\"a\": 1}', which calls from"),
     ],
 )
 def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, says):
@@ -136,15 +159,18 @@ def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, s
 
 def test_a_rank_left_in_the_environment_silences_no_command(run):
     command = [sys.executable, "-m", "plugsft", "show", run]
-    done = subprocess.run(command, env=os.environ | {"RANK": "1"}, cwd=ROOT, capture_output=True)
+    env = os.environ | {"RANK": "1", "COLUMNS": "²"}  # a digit for rich, which is no number
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True)
     assert done.returncode == 0 and b"completed" in done.stdout
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[plugsft]\nno value\n"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[plugsft]\nno value\n", b""])
 def test_a_package_with_broken_metadata_is_named(made, tmp_path, content):
-    folder = tmp_path / "site/other-1.0.dist-info"
+    """The last one is what an old pip may leave of a removed package: it has no name."""
+    folder = tmp_path / "site" / ("other-1.0.dist-info" if content else "-1.0.dist-info")
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    name = "Name: other\n" if content else ""
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{name}Version: 1.0\n")
     (folder / "entry_points.txt").write_bytes(content)
     command = [sys.executable, "-m", "plugsft", "plugins"]
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
@@ -276,6 +302,15 @@ def test_a_model_that_is_not_as_it_was_written_is_named(run, tmp_path, name):
         done = run_plugsft(*words)
         text = " ".join((done.stdout + done.stderr).split())
         assert f"warning: {run / 'model'}: {name} is not what was written" in text
+
+
+def test_adapters_that_are_not_as_they_were_written_are_named(run, tmp_path, capsys):
+    (run / "model/config.json").rename(run / "model/adapter_config.json")
+    tables = tiny_tables(tmp_path / "next")
+    tables["plugins"] = {"lora": {"adapter": str(run / "model")}}
+    recipe = load(path := write_recipe(tmp_path / "next.toml", tables))[0]
+    ensure_inputs(recipe, path)
+    assert f"warning: {run / 'model'}: config.json is missing" in capsys.readouterr().out
 
 
 def test_settings_of_other_types_are_refused_or_ignored(run, tmp_path):

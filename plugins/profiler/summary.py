@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from plugsft import reason_of, say
+from plugsft import DiskError, say, write_text
 
 from .bottlenecks import StepProfile, find_bottlenecks
 from .clock import PARTS
@@ -40,9 +40,9 @@ def summarize(recorder: StepRecorder, run: dict[str, Any]) -> str:
     }
     profile, path = {**run["profile"], "seconds_a_step": ranks}, recorder.recipe.folder / FILE
     try:
-        path.write_text(json.dumps(profile, indent=1) + "\n")
-    except OSError as error:
-        say(f"warning: {path}: {reason_of(error)}")
+        write_text(path, json.dumps(profile, indent=1) + "\n")
+    except DiskError as error:
+        say(f"warning: {error}")
     visible = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
     return (
         f"{mean.sum():.3g} s a step: {', '.join(visible)}; "

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plugsft import PluginError, Recipe, say
+from plugsft import PluginError, Recipe, say, write_text
 
 from .runs import NewRun, start
 from .sender import Sender
@@ -47,5 +47,5 @@ def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> list[Sender]:
             ) from error
         say(f"tracker: {view}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run_ids, indent=1) + "\n", encoding="utf8")
+    write_text(path, json.dumps(run_ids, indent=1) + "\n")
     return senders

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from .checksums import digest, file_digest
-from .console import format_size
+from .console import format_size, say
 from .errors import DiskError, PlugsftError, reason_of
 from .limits import parse_json, path_inside, read_text
 from .machine import free_disk
@@ -212,6 +212,13 @@ def manifest_sizes(folder: Path) -> dict[Path, int] | None:
         return None
 
 
+def warn_of_changes(folder: Path) -> None:
+    """Warn of a folder of plugsft's that is not as it was written, as a quick check finds."""
+    wrong = damage(folder, quick=True) if manifest_sizes(folder) else None
+    if wrong:
+        say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
+
+
 def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     """Return files that plugsft did not write; with `sized`, also files of another size."""
     if not folder.is_dir():
@@ -228,10 +235,10 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     ]
 
 
-def discard(folder: Path) -> Path | None:
+def discard(folder: Path) -> None:
     """Remove a folder that plugsft wrote, atomically for readers; refuse one with other files.
 
-    Return what could not be removed, if anything. No path of a manifest is followed.
+    No path of a manifest is followed. What a file server keeps, as it is in use, `sweep` removes.
     """
     if not folder.is_symlink() and (others := foreign_files(folder)):
         raise DiskError(
@@ -243,7 +250,6 @@ def discard(folder: Path) -> Path | None:
     with suppress(FileNotFoundError):
         folder.rename(removed)
     remove(removed)
-    return removed if removed.exists() else None
 
 
 def temporary_ending() -> str:

@@ -143,7 +143,7 @@ def _take_over(folders: list[Path], building: Path) -> None:
             last.rename(building)
     building.mkdir(exist_ok=True)
     for path in building.iterdir():
-        if not path.match(FINISHED_FILES):
+        if path.is_symlink() or not path.match(FINISHED_FILES):
             remove(path)
 
 

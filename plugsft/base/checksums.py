@@ -79,6 +79,7 @@ def cached_file_digest(path: Path) -> str:
     if now - stat.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
             entry_file.parent.mkdir(parents=True, exist_ok=True)
+            entry_file.unlink(missing_ok=True)  # it may be a link to a user's file
             # A torn file is not JSON: its reader computes the checksum again.
             entry_file.write_text(json.dumps({"identity": identity, "digest": checksum}))
     return checksum

@@ -32,6 +32,10 @@ class _Console(Console):
         super().print(*shown, **options)
 
 
+for _name in ("COLUMNS", "LINES"):
+    if not os.environ.get(_name, "0").isdecimal():  # rich would fail at ²
+        del os.environ[_name]
+
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.
 _console = partial(_Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)

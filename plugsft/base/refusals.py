@@ -34,7 +34,8 @@ def _broken_package() -> PlugsftError | None:
     """Name an installed package whose metadata no library can read: pydantic reads all."""
     for package in distributions():
         try:
-            _ = package.entry_points, package.metadata
+            # What is left of a removed package may have no name, which only this one needs.
+            _ = package.entry_points, package.metadata, getattr(package, "_normalized_name", "")
         except Exception as error:  # importlib passes on all errors of its parsers
             return PlugsftError(
                 f"{getattr(package, '_path', package)}: the metadata of this package is broken "

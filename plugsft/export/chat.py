@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ..base.atomic import warn_of_changes
 from ..base.console import is_terminal, out, say
 from ..base.errors import PlugsftError
 from ..base.load_errors import TRUST, explain_load_error
@@ -52,6 +53,7 @@ def chat(folder: Path, ask: Sequence[str], options: Answers, trusted: bool = Fal
 def open_speaker(folder: Path, options: Answers, trusted: bool = False) -> Speaker:
     """Load the model of a folder to answer with these options."""
     ensure_safetensors(str(folder))
+    warn_of_changes(folder)
     if is_reward_model(folder):
         raise PlugsftError(
             f"{folder} is a reward model: it scores answers, and cannot generate. Load it with "
@@ -104,10 +106,11 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
 
     The model's Python code runs only if the user trusts it.
     """
-    options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
+    options: dict[str, Any] = {"dtype": "auto", TRUST: trusted, "use_safetensors": True}
     place, adapted = str(folder), (folder / ADAPTER).is_file()
     if adapted:
         place, revision = base_model(folder)
+        ensure_safetensors(place, revision)
         options |= {"revision": revision or "main"} | quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)

@@ -25,6 +25,7 @@ from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
+from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.load import grow_embeddings, make_load
 from ..output.folder import ADAPTER, base_model
@@ -156,14 +157,14 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
 
     If its base was quantized, also return the logits of the model as it was trained.
     """
-    base, revision = "", None
-    if (folder / ADAPTER).is_file():
-        base, revision = base_model(folder)
-    if not base:
+    if not (folder / ADAPTER).is_file():
         raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
+    base, revision = base_model(folder)
+    ensure_safetensors(base, revision)
     quantized, trained = quantization(folder), None
     try:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}
+        options |= {"use_safetensors": True}
         options |= {"num_labels": 1} if is_reward_model(folder) else {}
         plain = auto_class(folder).from_pretrained(
             base, **options | {"dtype": quantized.get("dtype", "auto")}

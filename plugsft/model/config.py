@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import transformers
 
-from ..base.atomic import damage, manifest_sizes
-from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
 from ..base.limits import path_inside, read_json_object
 from ..base.load_errors import explain_load_error
@@ -27,9 +25,7 @@ PICKLES = ("pytorch_model", "adapter_model")
 
 def load_config(model: Model) -> PretrainedConfig:
     """Read the configuration of a model, without its weights."""
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.revision:
-        options["revision"] = model.revision
+    options = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             str(model.path), **options
@@ -72,12 +68,8 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
-    """Refuse weights that are only pickled: loading a pickle can run code. Warn of changes."""
+    """Refuse weights that are only pickled: loading a pickle can run code."""
     ensure_weights_inside(Path(path))
-    # A comparison of all weights would take as long as reading them.
-    wrong = damage(Path(path), quick=True) if manifest_sizes(Path(path)) else None
-    if wrong:
-        say(f"warning: {path}: {wrong}. If you have not changed it, copy the model again")
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
@@ -90,11 +82,11 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
         return
     target = f"{Path(path).name}-safetensors"
     pinned = f", revision={revision!r}" if revision else ""
-    kinds = ("AutoModelForCausalLM", "AutoTokenizer")
-    steps = [
-        f"{kind}.from_pretrained({path!r}{pinned}).save_pretrained({target!r})" for kind in kinds
-    ]
-    command = f"from transformers import {', '.join(kinds)}; {'; '.join(steps)}"
+    command = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer; [kind.from_pretrained("
+        f"{path!r}{pinned}).save_pretrained({target!r}) for kind in (AutoModelForCausalLM, "
+        "AutoTokenizer)]"
+    )
     raise RecipeError(
         f"model.path: '{path}' has its weights as a pickle ({min(pickles)}), which can run code "
         "when it is read; plugsft reads safetensors. If you trust who made it, convert it with: "

@@ -25,7 +25,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..base.errors import PluginError, RecipeError
 from ..recipe.tables import Model, Scratch
-from .config import load_error
+from .config import ensure_weights_inside, load_error
 from .tensor_shards import whole_shape
 from .weight_files import Weights, find_weight_files, meta_copy
 
@@ -50,6 +50,7 @@ class Load:
 
     def build(self) -> PreTrainedModel:
         """Load the model."""
+        ensure_weights_inside(Path(self.path))
         try:
             self.empty = self.empty and not self.new_tokens
             if self.empty and (without := self._without_weights()) is not None:

@@ -5,25 +5,25 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Recipe
+from .config import load_config
 
 
 def meta_model(recipe: Recipe) -> Any:
     """Return the recipe's model without weights, or None if it cannot be built."""
     model = recipe.model
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     # The core reports a model that cannot be built.
     with suppress(Exception), torch.device("meta"):
         if model.scratch:
-            config = LlamaConfig(num_hidden_layers=model.scratch.layers, tie_word_embeddings=True)
+            layers = model.scratch.layers
+            config: Any = LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=True)
         else:
-            revision = {"revision": model.revision} if model.revision else {}
-            config = AutoConfig.from_pretrained(str(model.path), **options, **revision)
+            config = load_config(model)
         auto_class: Any = AutoModelForCausalLM
-        empty = auto_class.from_config(config, **options)
+        empty = auto_class.from_config(config, trust_remote_code=model.trust_remote_code)
         empty.tie_weights()
         return empty
     return None

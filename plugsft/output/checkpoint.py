@@ -224,11 +224,10 @@ class Checkpoints:
         keep, kept = self._recipe.checkpoint.keep, best and step_folder(self.folder, best.step)
         for old in (path for path in paths[:-keep] if path != kept):
             try:
-                left, reason = discard(old), "its files are in use"
+                discard(old)
             except (DiskError, OSError) as error:
-                left, reason = old, reason_of(error)
-            if left:
-                say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
+                reason = reason_of(error)
+                say(f"warning: {old} could not be removed ({reason}); it still takes disk space")
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
         """Go on from the first undamaged checkpoint, if any."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import HOST_ID, foreign_files, is_published, writing
+from ..base.atomic import HOST_ID, foreign_files, is_published, warn_of_changes, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
 from ..base.limits import parse_json, parse_toml, read_json_object, read_text
@@ -45,6 +45,8 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
     wrong = {}
     for key, name in _inputs(recipe):
         place = Path(name)
+        if is_model(place):  # or adapters to go on from, or a reference
+            warn_of_changes(place)
         source = place.resolve()
         nested = source.is_relative_to(output) or output.is_relative_to(source)
         if any(source.is_relative_to(result.resolve()) for result in results):
