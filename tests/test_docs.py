@@ -285,9 +285,9 @@ def test_options_and_keys_named_in_a_sentence_exist(page):
 OF_OTHERS = {
     *("--help", "--full", "--config_file", "--strict", "--index-url"),
     *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
-    "--ntasks-per-node",
+    *("--ntasks-per-node", "--against"),
 }
-"""Options of typer, tools/test, accelerate, mypy, pip, and of servers of models."""
+"""Options of typer, tools/test, tools/bench/prepare.py, Slurm, accelerate, mypy, pip, and of servers of models."""
 
 
 def options(command):
