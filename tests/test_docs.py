@@ -287,7 +287,7 @@ OF_OTHERS = {
     *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
     *("--ntasks-per-node", "--against"),
 }
-"""Options of typer, tools/test, tools/bench/prepare.py, Slurm, accelerate, mypy, pip, and of servers of models."""
+"""Options of typer, accelerate, mypy, pip, Slurm, our tools, and of servers of models."""
 
 
 def options(command):
