@@ -33,7 +33,7 @@ from plugsft.start.output import find_checkpoints
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5
 """Largest relative difference of loss and gradient norm from the plain run's."""
-RESULTS, PAGE = ROOT / "docs/families.json", ROOT / "docs/families.md"
+RESULTS, PAGE = ROOT / "tests/data/families.json", ROOT / "docs/families.md"
 FINE = ("yes", "bit for bit")
 MEASURED = re.compile(r"(?<=\bby )\d[\d.e+-]*%?")
 """A measured difference in a refusal's text."""
@@ -233,7 +233,7 @@ def family_results(bench: Bench, family: str) -> dict[str, str]:
 
 
 def read_committed() -> dict[str, dict[str, str]]:
-    """Return the results in docs/families.json."""
+    """Return the results in tests/data/families.json."""
     return json.loads(RESULTS.read_text("utf8")) if RESULTS.exists() else {}
 
 
