@@ -106,6 +106,13 @@ def test_ranks_are_the_launcher_s(monkeypatch):
     assert look().cores >= 1 and look().memory > 0
 
 
+@pytest.mark.parametrize("switch, strategy", [("true", "fsdp2"), ("True", "fsdp2"), ("no", "")])
+def test_the_strategy_is_that_of_accelerate(monkeypatch, switch, strategy):
+    """accelerate reads its switch in any case, and writes it as "true" and as "True"."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", switch)
+    assert look().strategy == strategy
+
+
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("threads", [None, "1", "3"])
 def test_threads_that_a_user_has_set_are_known(monkeypatch, launched, threads):

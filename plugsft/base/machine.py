@@ -69,7 +69,9 @@ def look() -> Machine:
         memory=memory_limit(),
         rank=rank,
         world_size=size,
-        strategy="".join(name for name, it in SWITCHES.items() if os.environ.get(it) == "true"),
+        strategy="".join(
+            name for name, it in SWITCHES.items() if os.environ.get(it, "").lower() == "true"
+        ),
     )
 
 
