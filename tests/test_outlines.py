@@ -56,8 +56,8 @@ def test_chats_that_fill_outlines_are_those_rendered_alone(name):
 
 def test_later_chats_of_a_shape_are_rendered_once(monkeypatch):
     chat, written = chat_of(TEMPLATES["qwen3"]), []
-    own = chat._write
-    monkeypatch.setattr(chat, "_write", lambda *args: written.append(1) or own(*args))
+    own = chat.write
+    monkeypatch.setattr(chat, "write", lambda *args: written.append(1) or own(*args))
     counts = []
     for number in range(1, 9):
         written.clear()

@@ -13,9 +13,11 @@ from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
 from ..data.jsonl import name_rows
+from ..data.messages import BadRow
 from ..data.sample import Sample, sample_ranges
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource
+from ..data.turns import ASK
 from ..recipe.tables import Data
 from ..registry.active import Active
 from ..tokens.store import Tokens
@@ -217,9 +219,12 @@ def _header(work: ShardWriter) -> str:
     if not work.tokenizer.chat_template or work.data.train_on == "all":
         return ""
     try:
-        return Chat(work.tokenizer, work.data).header
-    except DataError:
-        return ""  # the rows are no chats: encoding them would have raised the same error
+        chat = Chat(work.tokenizer, work.data)
+        question = chat.write([ASK], chat.variables)[0]
+        prompt = chat.write([ASK], {**chat.variables, "add_generation_prompt": True})[0]
+    except (BadRow, DataError):
+        return ""  # the rows are no chats, or the template refuses a question alone
+    return prompt.removeprefix(question) if prompt.startswith(question) else ""
 
 
 def _covers(

@@ -90,8 +90,10 @@ class Chat:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self.special = [token.content for token in added if token.content.strip()]
         self.stops, self.end = tokenizer.stops, tokenizer.eos_token
-        self.methods: set[str] = set()
-        """Methods that found spans."""
+        self.mask = BLOCKS if self.blocks else SERVED
+        """How the spans are found."""
+        if self.train_on == "all":
+            self.mask = WHOLE
         self.needs_parts = False
         # Templates of vision models may drop a string and need a list of parts.
         if not self._writes_answers():
@@ -107,28 +109,17 @@ class Chat:
             source = self.tokenizer.chat_template or ""
             tokens = (token for token in self.special if token in source)
             kept[key] = Outlines(
-                lambda messages: self._write(messages, self.variables)[0],
+                lambda messages: self.write(messages, self.variables)[0],
                 self.render_alone,
                 {*self.stops, *tokens, "<think>", "</think>"},
                 {*self.template.searched},
             )
         return kept[key]
 
-    @cached_property
-    def header(self) -> str:
-        """The text that the template writes before an answer: the assistant's role."""
-        try:
-            question = self._write([ASK], self.variables)[0]
-            prompt = self._write([ASK], {**self.variables, "add_generation_prompt": True})[0]
-        except BadRow:
-            return ""
-        return prompt.removeprefix(question) if prompt.startswith(question) else ""
-
     def render(self, chat: Conversation) -> RenderedChat:
         """Return the texts of a conversation and their trained spans."""
         if self.blocks or self.train_on == "all":
             return self.render_alone(chat)
-        self.methods.add(SERVED)
         return self.outlines.find(chat)
 
     def render_alone(self, chat: Conversation, known: Known = None) -> RenderedChat:
@@ -143,21 +134,14 @@ class Chat:
                 errors.append(error)
         raise errors[0]
 
-    def describe(self) -> str:
-        """Describe the methods that found the spans."""
-        return ", or ".join(it for it in (BLOCKS, SERVED, WHOLE) if it in self.methods)
-
     def _render(self, chat: Conversation, messages: list[Row], known: Known = None) -> RenderedChat:
         variables = self._variables_of(chat)
-        text, marks = self._write(messages, variables)
+        text, marks = self.write(messages, variables)
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         if self.train_on == "all":
             _ensure_context(chat, messages, text)
             self._ensure_all_calls(messages, answers, variables, text)
             untrained = self._untrained(chat, answers)
-            if not untrained:
-                self.methods.add(WHOLE)
-                return RenderedChat([(text, [(0, len(text))])])
             spans = self._spans(text, self._find(messages, variables, untrained))
             return RenderedChat([(text, _complement(spans, len(text)))])
         chosen = self._trained(chat, answers)
@@ -238,7 +222,7 @@ class Chat:
 
     def _finder(self, variables: dict[str, Any]) -> TurnFinder:
         def write(turns: list[Row], prompt: bool) -> str:
-            return self._write(turns, {**variables, "add_generation_prompt": prompt})[0]
+            return self.write(turns, {**variables, "add_generation_prompt": prompt})[0]
 
         stops = sorted(map(re.escape, self.stops), key=len, reverse=True)
         stop = re.compile("|".join(stops) or "(?!)")
@@ -266,7 +250,6 @@ class Chat:
 
     def _marked(self, marks: list[Span], answers: list[int], chosen: list[int]) -> list[Span]:
         """Return the spans of the blocks of the recipe's own template, as they are written."""
-        self.methods.add(BLOCKS)
         if chosen == answers:
             return _merge_adjacent(marks)
         for spans in (marks, _merge_adjacent(marks)):
@@ -311,7 +294,8 @@ class Chat:
             )
         return {**self.variables, "tools": chat.tools, **(chat.variables or {})}
 
-    def _write(self, messages: list[Row], variables: dict[str, Any]) -> Text:
+    def write(self, messages: list[Row], variables: dict[str, Any]) -> Text:
+        """Return the text that the template writes, and what its generation blocks mark."""
         if self.needs_parts:
             messages = [_in_parts(message) for message in messages]
         try:
@@ -324,7 +308,7 @@ class Chat:
 
     def _writes_answers(self) -> bool:
         try:
-            return "!answer!" in self._write([ASK, ANSWER], self.variables)[0]
+            return "!answer!" in self.write([ASK, ANSWER], self.variables)[0]
         except BadRow:
             return False
 

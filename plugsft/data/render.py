@@ -16,8 +16,8 @@ from .messages import BadRow, check_order
 from .outlines import Text
 from .unread_columns import READERS, ensure_read
 
-Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], Callable[[], str]]
-"""Functions that render a row, with warnings, and that describe its spans."""
+Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], str]
+"""A function that renders a row, with warnings, and how its spans are found."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
@@ -30,7 +30,7 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
 def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
-    render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
+    render_row, result.mask = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
@@ -53,7 +53,6 @@ def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> R
                 result.turns.append(turn)
             for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
-    result.mask = describe()
     if any(WEIGHT in row for row in rows):
         result.columns[WEIGHT] = weights
     return result
@@ -75,7 +74,7 @@ def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
         rendered = chat.render(conversation)
         return rendered.texts, [*check_order(conversation.messages), *rendered.warnings]
 
-    return text_of, chat.describe
+    return text_of, chat.mask
 
 
 def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
@@ -89,7 +88,7 @@ def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
         return [(text, [(0 if every else len(prompt), len(text))])], []
 
     mask = "every token of the text" if every else "the completion, and the end of the text"
-    return text_of, lambda: mask
+    return text_of, mask
 
 
 def without(row: Row, columns: Collection[str]) -> Row:
