@@ -1,6 +1,5 @@
 """What bench, tune and plan share: rounds, ratios with their spread, machines, tables."""
 
-import importlib.metadata
 import json
 import math
 import platform
@@ -17,7 +16,7 @@ import torch
 
 from ..base.console import hide_queries
 from ..base.machine import look
-from ..output.record import PACKAGES
+from ..output.record import versions
 
 T = TypeVar("T")
 
@@ -86,15 +85,11 @@ def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterato
 
 def head(*packages: str) -> dict[str, Any]:
     """Return the head of a report: date, machine and versions."""
-    names = (*PACKAGES, *packages)
     return {
         "format": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in dict.fromkeys(names)},
-        },
+        "versions": versions(*packages),
     }
 
 

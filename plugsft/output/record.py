@@ -52,7 +52,7 @@ class Record:
             "name": recipe.folder.name,
             "output": recipe.output,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": _versions(),
+            "versions": versions(),
             "machine": {
                 "host": machine.host,
                 "system": machine.system,
@@ -249,10 +249,12 @@ def memory_gib() -> float:
     return peak_memory() / 2**30
 
 
-def _versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python and of the packages that a record names."""
+    names = dict.fromkeys((*PACKAGES, *more))
     return {
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **{name: importlib.metadata.version(name) for name in names},
     }
 
 
