@@ -13,10 +13,12 @@ from served import (
     TEMPLATES,
     WITH_TOOLS,
     answer,
+    call,
     chat_of,
     compare,
     conversation,
     examples_of,
+    result,
     thought,
 )
 
@@ -107,6 +109,13 @@ def test_a_lost_call_is_refused_though_all_that_it_says_stands_elsewhere():
         chat.render(conversation(turns, tools=True))
     turns[1] = answer("", tool_calls=[OSLO])
     assert "Oslo" in chat.render(conversation(turns, tools=True)).texts[0][0]
+
+
+def test_equal_numbers_of_other_types_are_other_values_of_a_call():
+    numbers = {"days": 5, "hours": 5.0, "times": 1, "now": True}
+    turns = [ASK, answer("", tool_calls=[call(numbers)]), result("sunny"), answer("Sunny.")]
+    (_, called), _ = examples_of(chat_of(TEMPLATES["qwen3"]), turns, True)
+    assert '{"days": 5, "hours": 5.0, "times": 1, "now": true}' in called
 
 
 @pytest.mark.parametrize("kind", WITH_TOOLS)

@@ -376,11 +376,12 @@ def _ensure_calls(message: Row, text: str) -> None:
     """
     words = {_words_of(message), *thoughts_of(message)}
     beside = "\n".join(part for part in words if part in text)
-    values: Counter[Any] = Counter()
+    # 5 equals 5.0, and True equals 1: they are other values, so their types count.
+    values: Counter[tuple[type, Any]] = Counter()
     for name, arguments in calls_of(message):
-        values[name] += 1
-        values.update(_scalars(arguments))
-    for value, times in values.items():
+        values[str, name] += 1
+        values.update((type(value), value) for value in _scalars(arguments))
+    for (_, value), times in values.items():
         if max(_count(form, text) - _count(form, beside) for form in _forms(value)) < times:
             raise BadRow(f"the chat template leaves out {value!r} of a call{ANOTHER}")
 
@@ -392,8 +393,7 @@ def _scalars(value: Any) -> Iterator[Any]:
         for part in parts.values() if isinstance(parts, dict) else parts:
             yield from _scalars(part)
     elif value is not None:
-        # True equals 1, and is another value.
-        yield str(value) if isinstance(value, bool) else value
+        yield value
 
 
 def _count(form: str, text: str) -> int:
@@ -408,8 +408,6 @@ def _forms(value: Any) -> list[str]:
     if not isinstance(value, str):
         whole = isinstance(value, float) and value.is_integer()
         return [str(value), json.dumps(value), *([str(int(value))] if whole else [])]
-    if value in ("True", "False"):
-        return [value, value.lower()]
     texts = [value, value.strip()]
     quoted = [json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)]
     twice = [json.dumps(form)[1:-1] for form in quoted]
