@@ -184,7 +184,7 @@ class Chat:
             for message in messages
         ]
         with suppress(TemplateRefusal):
-            text = self._write(named, variables)[0]
+            text = self.write(named, variables)[0]
             for answer in calling:
                 calls = zip(calls_of(messages[answer]), calls_of(named[answer]), strict=True)
                 if lost := [name for (name, _), (other, _) in calls if other not in text]:
