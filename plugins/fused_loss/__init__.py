@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
@@ -39,16 +38,8 @@ class FusedLoss:
     """The package whose kernel is used, or "" for ours."""
     chosen: str = state("torch kernel")
     """The kernel, and the reason for it."""
-    heads: WeakKeyDictionary[Any, Any] = state(WeakKeyDictionary())
-    """Head -> transform of its logits; the first head is that of the run's model."""
-    exact: bool = state(True)
-    """Whether the head computes in float32; set inside its forward, where autocast is known."""
-    proved: str = state("")
-    """Result of the comparison with the plain loss."""
-    trained: int = state(0)
-    """Positions that reached the head."""
-    positions: int = state(0)
-    """All positions."""
+    loss: Any = state(None)
+    """What computes it, once the model is there: loss.HeadLoss."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -78,16 +69,11 @@ class FusedLoss:
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Measure the transform of the logits, and compare the loss, on all ranks together."""
-        from .loss import ensure_equal_loss
+        from .loss import HeadLoss
 
-        if not self.proved:
-            module = model.module
-            training = module.training
-            module.eval()
-            try:
-                ensure_equal_loss(self, module)
-            finally:
-                module.train(training)
+        if self.loss is None:
+            self.loss = HeadLoss(self.package, self.chunk, self.packed)
+            self.loss.prove(model.module)
         tokens = yield
         # Examples of weight 0 reach no batch.
         if self.package == "liger" and not {*tokens.columns.get("weight", ())} <= {0, 1}:
@@ -105,14 +91,10 @@ class FusedLoss:
         returns zeros with the gradients of the losses; the losses themselves bypass whatever the
         model does to its logits.
         """
-        from .loss import token_nll
-
-        return token_nll(self, model, batch, summed)
+        losses: Tensor = self.loss.token_nll(model, batch, summed)
+        return losses
 
     @hookimpl
     def summary(self) -> str:
         """Report the kernel, the transform, and the share of positions in the loss."""
-        results = [self.chosen, *map(str, [*self.heads.values()][:1]), self.proved]
-        if self.positions:
-            results.append(f"{self.trained / self.positions:.0%} of the positions reach the head")
-        return "; ".join(filter(None, results))
+        return "; ".join([self.chosen, *(self.loss.results() if self.loss else ())])

@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,9 +20,7 @@ from torch.nn.functional import cross_entropy
 from plugsft import Batch, RecipeError
 from plugsft.kit import documents_of, fused_head, model_inputs, trained_rows
 
-if TYPE_CHECKING:
-    from . import FusedLoss
-
+LogitTransform = fused_head.LogitTransform
 IGNORED = -100
 """The label of a token that is not trained."""
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
@@ -48,101 +47,113 @@ TOKENS = 16
 """Number of tokens on which the fused loss is compared with the plain loss."""
 
 
-def token_nll(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tensor:
-    """Return the losses of a batch, computed inside the model's head."""
-    results: list[Tensor] = []
-    head = head_of(unwrap(model))
-    if head not in plugin.heads:
-        ensure_equal_loss(plugin, model)  # not the run's model, but a reference
-    transform = plugin.heads[head]
+class HeadLoss:
+    """The loss inside a model's head, compared with the plain loss on each model."""
 
-    def forward(hidden: Tensor) -> Tensor:
-        rows = trained_rows(batch)
-        losses = compute_losses(plugin, head, transform, hidden, batch["labels"], summed, rows)
-        results.append(losses.detach())
-        # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
-        factor = losses.new_full((1, 1, len(losses)), 1 / transform.slope)
-        return factor * (losses - losses.detach())
+    def __init__(self, package: str, chunk: int | None, packed: bool) -> None:
+        self._package, self._chunk, self._packed = package, chunk, packed
+        self.transforms: WeakKeyDictionary[Any, LogitTransform] = WeakKeyDictionary()
+        """Head -> transform of its logits; the first head is that of the run's model."""
+        self.exact = True
+        """Whether the head computes in float32; set inside its forward, where autocast is known."""
+        self._proved = ""
+        self.trained = self.positions = 0
+        """Positions that reached the head, and all positions."""
 
-    with replaced_forward(head, forward):
-        zeros = logits_of(model, batch).flatten()
-    losses = results[0] + zeros
-    return losses.sum() if summed else losses
+    def results(self) -> list[str]:
+        """Return the transform, the comparison, and the share of positions in the loss."""
+        results = [*map(str, [*self.transforms.values()][:1]), self._proved]
+        if self.positions:
+            results.append(f"{self.trained / self.positions:.0%} of the positions reach the head")
+        return [*filter(None, results)]
 
+    def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+        """Return the losses of a batch, computed inside the model's head."""
+        results: list[Tensor] = []
+        head = head_of(unwrap(model))
+        if head not in self.transforms:
+            self.prove(model)  # not the run's model, but a reference
+        transform, rows = self.transforms[head], trained_rows(batch)
 
-def compute_losses(
-    plugin: FusedLoss,
-    head: Any,
-    transform: fused_head.LogitTransform,
-    hidden: Tensor,
-    labels: Tensor,
-    summed: bool,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Return the loss of each target, or their sum as one element."""
-    if hidden.shape[:2] != labels.shape:
-        raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
-    rows = trained_rows({"labels": labels}) if rows is None else rows
-    targets = labels.flatten()[rows + 1]
-    plugin.trained, plugin.positions = plugin.trained + len(rows), plugin.positions + labels.numel()
-    trained = hidden.flatten(0, 1).index_select(0, rows)
-    weight, bias = head.weight, head.bias
-    dtype = compute_dtype(trained, weight)
-    plugin.exact = dtype == torch.float32
-    if plugin.package and len(rows):
-        bias = bias if bias is None else bias.to(dtype)
-        inputs = (trained.to(dtype), weight.to(dtype), bias, targets, transform, summed)
-        return call_package(plugin.package, *inputs)
-    chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
-    chunk = plugin.chunk or max(1, chunk_bytes // (4 * len(weight)))
-    return fused_head.fused_loss(
-        fused_head.Positions(trained, weight, bias, targets, transform, chunk, dtype), summed
-    )
+        def forward(hidden: Tensor) -> Tensor:
+            losses = self.compute(head, transform, hidden, batch["labels"], summed, rows)
+            results.append(losses.detach())
+            # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
+            factor = losses.new_full((1, 1, len(losses)), 1 / transform.slope)
+            return factor * (losses - losses.detach())
 
+        with replaced_forward(head, forward):
+            zeros = logits_of(model, batch).flatten()
+        losses = results[0] + zeros
+        return losses.sum() if summed else losses
 
-@torch.no_grad()
-def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
-    """Measure the transform of the logits, and compare fused and plain loss on a few tokens.
+    def compute(
+        self,
+        head: Any,
+        transform: LogitTransform,
+        hidden: Tensor,
+        labels: Tensor,
+        summed: bool,
+        rows: Tensor,
+    ) -> Tensor:
+        """Return the loss of each target, or their sum as one element."""
+        if hidden.shape[:2] != labels.shape:
+            raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
+        targets = labels.flatten()[rows + 1]
+        self.trained, self.positions = self.trained + len(rows), self.positions + labels.numel()
+        trained = hidden.flatten(0, 1).index_select(0, rows)
+        weight, bias = head.weight, head.bias
+        dtype = compute_dtype(trained, weight)
+        self.exact = dtype == torch.float32
+        if self._package and len(rows):
+            bias = bias if bias is None else bias.to(dtype)
+            inputs = (trained.to(dtype), weight.to(dtype), bias, targets, transform, summed)
+            return call_package(self._package, *inputs)
+        chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
+        chunk = self._chunk or max(1, chunk_bytes // (4 * len(weight)))
+        positions = (trained, weight, bias, targets, transform, chunk, dtype)
+        return fused_head.fused_loss(fused_head.Positions(*positions), summed)
 
-    Logits are taken from the model itself: its wrappers may round them.
-    """
-    causal = unwrap(model)
-    head = head_of(causal)
-    batch, counts = random_batch(causal, plugin.packed), (plugin.trained, plugin.positions)
-    outputs: list[Tensor] = []
-    hook = causal.register_forward_hook(
-        lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
-    )
-    try:
-        probes = torch.tensor(fused_head.LogitTransform.PROBES, device=batch["labels"].device).view(
-            1, 1, -1
+    @torch.no_grad()
+    def prove(self, model: Module) -> None:
+        """Measure the transform of the logits, and compare fused and plain loss on a few tokens.
+
+        Logits are taken from the model itself: its wrappers may round them.
+        """
+        causal, training, counts = unwrap(model), model.training, (self.trained, self.positions)
+        head, batch, outputs = head_of(causal), random_batch(causal, self._packed), list[Tensor]()
+        hook = causal.register_forward_hook(
+            lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
         )
-        with replaced_forward(head, lambda hidden: probes):
+        model.eval()
+        try:
+            probes = batch["labels"].new_tensor(LogitTransform.PROBES, dtype=torch.float32)
+            with replaced_forward(head, lambda hidden: probes.view(1, 1, -1)):
+                logits_of(model, batch)
+            self.transforms[head] = LogitTransform.fit(outputs.pop())
+            fused = self.token_nll(model, batch, summed=True)
             logits_of(model, batch)
-        plugin.heads[head] = fused_head.LogitTransform.fit(outputs.pop())
-        fused = token_nll(plugin, model, batch, summed=True)
-        logits_of(model, batch)
-        logits = outputs.pop()[0, :-1].float()
-        plain = cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORED, reduction="sum")
-    # The model's own code and the kernel refuse by any of these: no `logits` is an AttributeError.
-    except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
-        raise RecipeError(f"{REFUSED}: {error}") from error
-    finally:
-        hook.remove()
-        for module in model.modules():
-            # FSDP2 frees the head's gathered weight in a backward pass, which does not come.
-            if isinstance(module, FSDPModule):
-                module.reshard()
-    plugin.trained, plugin.positions = counts
-    difference = abs(float(fused / plain) - 1)
-    if not difference <= (1e-4 if plugin.exact else 2e-2):
-        raise RecipeError(
-            f"{REFUSED}: on {TOKENS} tokens it is {float(fused):.6g}, but the plain loss is "
-            f"{float(plain):.6g}. The model uses its head in an unsupported way"
-        )
-    plugin.proved = (
-        plugin.proved or f"proved on {TOKENS} tokens ({difference:.0e} off the plain loss)"
-    )
+            logits, targets = outputs.pop()[0, :-1].float(), batch["labels"][0, 1:]
+            plain = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        # The model's code and the kernel refuse by any of these: no `logits` is an AttributeError.
+        except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            raise RecipeError(f"{REFUSED}: {error}") from error
+        finally:
+            hook.remove()
+            model.train(training)
+            for module in model.modules():
+                # FSDP2 frees the head's gathered weight in a backward pass, which does not come.
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        self.trained, self.positions = counts
+        difference = abs(float(fused / plain) - 1)
+        if not difference <= (1e-4 if self.exact else 2e-2):
+            raise RecipeError(
+                f"{REFUSED}: on {TOKENS} tokens it is {float(fused):.6g}, but the plain loss is "
+                f"{float(plain):.6g}. The model uses its head in an unsupported way"
+            )
+        proof = f"proved on {TOKENS} tokens ({difference:.0e} off the plain loss)"
+        self._proved = self._proved or proof
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -157,7 +168,7 @@ def call_package(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    transform: fused_head.LogitTransform,
+    transform: LogitTransform,
     summed: bool,
 ) -> Tensor:
     """Return the losses from another package's kernel."""

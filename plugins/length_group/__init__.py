@@ -14,12 +14,8 @@ from plugsft import Ints, Layouts, Recipe, RecipeError, hookimpl, plugin, state
 class LengthGroup:
     """Sort the examples inside each step by length, so that micro-batches pad less."""
 
-    tokens: int = state(0)
-    """Tokens without padding."""
-    before: int = state(0)
-    """Tokens with padding, in the original micro-batches."""
-    after: int = state(0)
-    """Tokens with padding, in the sorted micro-batches."""
+    padding: list[dict[int, tuple[int, int, int]]] = state([])
+    """Step -> its tokens, and those with padding before and after, for each plan of steps."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -37,19 +33,20 @@ class LengthGroup:
         """Sort the examples of each step, longest first."""
         from .sorted_steps import SortedSteps
 
-        layouts = yield
-        return SortedSteps(layouts, lengths, columns, self)
+        steps = SortedSteps((yield), lengths, columns)
+        self.padding.append(steps.padding)
+        return steps
 
     @hookimpl
     def summary(self) -> str | None:
         """Report the share of the padding that was saved."""
-        if not self.tokens:
+        counts = [*zip(*(step for plan in self.padding for step in plan.values()), strict=True)]
+        if not counts:
             return None
-        padding = self.before - self.tokens
-        if not padding:
+        tokens, before, after = map(sum, counts)
+        if before == tokens:
             return "no padding to save"
         return (
-            f"{(self.before - self.after) / padding:.0%} of the padding saved: "
-            f"{padding / self.before:.0%} of all tokens before, "
-            f"{(self.after - self.tokens) / self.after:.0%} now"
+            f"{(before - after) / (before - tokens):.0%} of the padding saved: "
+            f"{1 - tokens / before:.0%} of all tokens before, {1 - tokens / after:.0%} now"
         )

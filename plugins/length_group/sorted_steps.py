@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plugsft import Ints, Layouts
 
-if TYPE_CHECKING:
-    from . import LengthGroup
-
-COUNTING = Lock()
-"""Steps of training and evaluation may be laid out in different threads."""
-
 
 class SortedSteps(Layouts):
     """Steps whose examples are sorted by length on demand; each sequence is padded as a row."""
 
-    def __init__(
-        self, layouts: Layouts, lengths: Ints, columns: Mapping[str, Ints], plugin: LengthGroup
-    ) -> None:
-        self._layouts, self._lengths, self._plugin = layouts, lengths, plugin
+    def __init__(self, layouts: Layouts, lengths: Ints, columns: Mapping[str, Ints]) -> None:
+        self._layouts, self._lengths = layouts, lengths
         self._widths, self._rows = columns["longest"], columns["sequences"]
-        self._counted: set[int] = set()
-        """Steps that the plugin has counted: a step may be laid out twice."""
+        self.padding: dict[int, tuple[int, int, int]] = {}
+        """Step -> its tokens, and those with padding before and after; it may be laid out twice."""
 
     def __len__(self) -> int:
         return len(self._layouts)
 
     def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""
-        original, lengths, plugin = self._layouts[number], self._lengths, self._plugin
+        original = self._layouts[number]
         layout = sort_layout(original, self._widths)
         before = count_padded(self._widths, self._rows, original)
         after = count_padded(self._widths, self._rows, layout)
         if after > before:
             # This happens if micro-batches differ in their number of examples.
             layout, after = original, before
-        with COUNTING:
-            if number not in self._counted:
-                self._counted.add(number)
-                plugin.before += before
-                plugin.after += after
-                plugin.tokens += sum(
-                    int(lengths[micro_batch].sum()) for rank in original for micro_batch in rank
-                )
+        examples = np.concatenate([batch for rank in original for batch in rank])
+        self.padding[number] = int(self._lengths[examples].sum()), before, after
         return layout
 
 

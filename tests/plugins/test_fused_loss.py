@@ -142,7 +142,7 @@ def assert_equal(model, batch, plugin, tolerance=1e-5):
 def test_loss_and_every_gradient_are_the_plain_ones(name):
     model = make(MODELS[name])
     plugin = fused(model, chunk=7)
-    assert model.training and "proved on 16 tokens" in plugin.proved
+    assert model.training and "proved on 16 tokens" in plugin.summary()
     assert_equal(model, padded(), plugin)
     assert "forward" not in vars(model.get_output_embeddings())
 
@@ -187,7 +187,7 @@ def test_with_nothing_to_learn_and_with_one_token(trained):
 
 def test_what_is_behind_the_head_is_read_from_the_model():
     models = {name: make(config) for name, config in MODELS.items()}
-    found = {name: [*fused(model).heads.values()] for name, model in models.items()}
+    found = {name: [*fused(model).loss.transforms.values()] for name, model in models.items()}
     found = {name: transform for name, [transform] in found.items()}
     assert found["gemma2"] == LogitTransform(cap=1.7)
     assert found["cohere2"] == LogitTransform(slope=3.0)
@@ -249,12 +249,12 @@ def test_another_model_s_head_is_read_for_itself():
     model, reference = make(MODELS["gemma2"]), make(MODELS["granite"])
     plugin, batch = fused(model, chunk=7), padded()
     stepped(plugin, model, batch)
-    counted = plugin.trained
+    counted = plugin.loss.trained
     with torch.no_grad():
         ours = plugin.token_nll(reference, batch, summed=False)
         theirs = ModelDefaults().token_nll(reference, batch, summed=False)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert plugin.trained == 2 * counted and "soft cap 1.7" in plugin.summary()
+    assert plugin.loss.trained == 2 * counted and "soft cap 1.7" in plugin.summary()
     assert_equal(model, batch, plugin)
 
 
@@ -316,7 +316,7 @@ def test_autocast_computes_in_its_type():
     true_loss, true = stepped(ModelDefaults(), model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         loss, found = stepped(plugin, model, batch)
-    assert found["lm_head.weight"].dtype == torch.float32 and not plugin.exact
+    assert found["lm_head.weight"].dtype == torch.float32 and not plugin.loss.exact
     assert float(loss) == pytest.approx(float(true_loss), rel=1e-2)
     off = (found["lm_head.weight"] - true["lm_head.weight"]).norm() / true["lm_head.weight"].norm()
     assert 1e-6 < off < 0.02
@@ -344,7 +344,7 @@ def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
         assert float(loss) == pytest.approx(float(plain), rel=1e-5), number
         del model
         gc.collect()
-        assert len(plugin.heads) <= 1, (
+        assert len(plugin.loss.transforms) <= 1, (
             "what is known about a freed model can be taken for another's"
         )
 

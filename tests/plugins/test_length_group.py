@@ -26,8 +26,19 @@ def layout_of(lengths, ranks, micro):
     return split_over_ranks(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
 
 
-def sorted_steps(layouts, lengths, plugin=None):
-    return SortedSteps(layouts, lengths, EstimatedColumns(lengths), plugin or LengthGroup())
+def sorted_steps(layouts, lengths):
+    return SortedSteps(layouts, lengths, EstimatedColumns(lengths))
+
+
+def laid_out(layouts, lengths):
+    """Plan steps by the plugin, and lay out the first one twice; return it and the plugin."""
+    plugin = LengthGroup()
+    planning = plugin.plan_batches(lengths, EstimatedColumns(lengths))
+    next(planning)
+    with pytest.raises(StopIteration) as planned:
+        planning.send(layouts)
+    assert len({str(planned.value.value[0]) for _ in range(2)}) == 1
+    return planned.value.value[0], plugin
 
 
 def places(lengths, layout):
@@ -129,14 +140,12 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
 
 
 def test_the_summary_is_the_padding_that_was_measured():
-    plugin = LengthGroup()
-    assert plugin.summary() is None
+    assert LengthGroup().summary() is None
     layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
-    after = sorted_steps([layout], lengths, plugin)[0]
+    after, plugin = laid_out([layout], lengths)
     assert places(lengths, layout) == 120 and places(lengths, after) == 80
     assert plugin.summary() == "100% of the padding saved: 33% of all tokens before, 0% now"
-    even = LengthGroup()
-    _ = sorted_steps([layout], np.full(4, 9), even)[0]
+    _, even = laid_out([layout], np.full(4, 9))
     assert even.summary() == "no padding to save"
 
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
+from plugsft.kit import trained_rows
 from plugsft.model.fused_head import LogitTransform
-from plugsft.plugins.fused_loss import FusedLoss
-from plugsft.plugins.fused_loss.loss import compute_losses
+from plugsft.plugins.fused_loss.loss import HeadLoss
 
 IGNORED = -100
 GIB = 2**30
@@ -228,11 +228,12 @@ def fused() -> Loss:
     class Head:
         bias = None
 
-    plugin, head = FusedLoss(kernel="torch"), Head()
+    loss, head = HeadLoss(package="", chunk=None, packed=False), Head()
 
     def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
-        return compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True).sum()
+        rows = trained_rows({"labels": labels})
+        return loss.compute(head, LogitTransform(), hidden, labels, True, rows).sum()
 
     return compute
 
