@@ -155,6 +155,15 @@ def test_every_source_of_a_mixture_is_shown(tmp_path, inspect):
         assert f"{source['source']}: all" in shown
 
 
+@pytest.mark.parametrize("plugin", ["dpo", "reward"])
+def test_the_answers_of_a_pair_are_named(tiny, inspect, plugin):
+    pairs = [{"prompt": "who?", "chosen": f"owl {n}", "rejected": f"elk {n}"} for n in range(20)]
+    shown = inspect(tiny(pairs, plugins={plugin: {}}), rows=1)
+    assert ", chosen before rejected" in shown
+    assert shown.index("owl 0") < shown.index("elk 0")
+    assert "rejected" not in inspect(tiny([TALK]), rows=1)
+
+
 def test_plugins_show(tiny, tmp_path, monkeypatch, inspect):
     activate(install(tmp_path, upper=UPPER), monkeypatch)
     shown = inspect(tiny([TALK], plugins={"upper": {}}))

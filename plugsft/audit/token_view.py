@@ -82,6 +82,7 @@ def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[InspectedR
             summary = f"example {number:,} of {len(examples):,}, " if len(examples) > 1 else ""
             summary += f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%})"
             summary += ", truncated" if cut else ""
+            summary += ", chosen before rejected" if tokens.facts["pairs"] else ""
             row_pieces = pieces(work.tokenizer.backend_tokenizer, ids, trained)
             yield InspectedRow(name, row, summary, list(row_pieces))
 
