@@ -38,7 +38,7 @@ OLDEST = {
     "activation_offload", "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention",
     "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings",
     "liger", "loop", "lora", "lora_fused", "model_families", "model_loading",
-    "packed_documents", "precision", "quantize", "rank_operations", "recipe",
+    "packed_documents", "precision", "private_names", "quantize", "rank_operations", "recipe",
     "selective_checkpointing", "torch_optimizer", "versions",
 }  # fmt: skip
 # Tests must not use the network.

@@ -5,11 +5,12 @@ been given so far. The computing stream waits for a copy before its source or it
 again. So torch may reuse all memory in the order of the computing stream.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plugsft import PluginError
 
@@ -142,3 +143,31 @@ def fetch(saved: Any) -> Tensor:
     """Return a tensor for the backward pass."""
     tensor: Tensor = saved.layer.fetch(saved) if isinstance(saved, Saved) else saved
     return tensor
+
+
+class Kept:
+    """Tensors that stay on the device: weights, their casts, and what all layers share."""
+
+    def __init__(self, layer: Any, shared: dict[str, Any]) -> None:
+        self._layer, self._shared = layer, shared
+        self._storages = set[int]()
+        self._shapes = set[tuple[int, ...]]()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor stays."""
+        if not self._storages:
+            # Sharding gathers weights into other memory for each pass.
+            self._storages = {each.untyped_storage()._cdata for each in self._tensors()}
+            self._shapes = {tuple(each.shape) for each in self._layer.parameters()}
+        # A linear layer saves its weight, or the cast that autocast made of it, transposed.
+        cast = tensor.dim() == 2 and tensor.stride(0) == 1
+        return tensor.untyped_storage()._cdata in self._storages or (
+            cast and tuple(reversed(tensor.shape)) in self._shapes
+        )
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._layer.parameters()
+        yield from self._layer.buffers()
+        for each in tree_leaves(self._shared):
+            if isinstance(each, Tensor):
+                yield each

@@ -1,18 +1,17 @@
 """Layers whose saved activations move to host memory."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from plugsft import Capability, Machine, Recipe, RecipeError
 from plugsft.kit import decoder_layers
 
-from .copies import SavedLayer, SideStream, fetch
+from .copies import Kept, SavedLayer, SideStream, fetch
 
 
 def ensure_possible(recipe: Recipe, machine: Machine) -> None:
@@ -73,7 +72,7 @@ class Offload:
         self._latest = weakref.ref(saved)
         return output
 
-    def _pack(self, saved: SavedLayer, kept: "Kept", tensor: Tensor) -> Any:
+    def _pack(self, saved: SavedLayer, kept: Kept, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         if (
             type(tensor) is not Tensor
@@ -94,31 +93,3 @@ class Offload:
 def call(forward: Callable[..., Any], *inputs: Any) -> Any:
     """Run a layer that is not recomputed."""
     return forward(*inputs)
-
-
-class Kept:
-    """Tensors that stay on the device: weights, their casts, and what all layers share."""
-
-    def __init__(self, layer: Any, shared: dict[str, Any]) -> None:
-        self._layer, self._shared = layer, shared
-        self._storages = set[int]()
-        self._shapes = set[tuple[int, ...]]()
-
-    def has(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor stays."""
-        if not self._storages:
-            # Sharding gathers weights into other memory for each pass.
-            self._storages = {each.untyped_storage()._cdata for each in self._tensors()}
-            self._shapes = {tuple(each.shape) for each in self._layer.parameters()}
-        # A linear layer saves its weight, or the cast that autocast made of it, transposed.
-        cast = tensor.dim() == 2 and tensor.stride(0) == 1
-        return tensor.untyped_storage()._cdata in self._storages or (
-            cast and tuple(reversed(tensor.shape)) in self._shapes
-        )
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._layer.parameters()
-        yield from self._layer.buffers()
-        for each in tree_leaves(self._shared):
-            if isinstance(each, Tensor):
-                yield each

@@ -11,8 +11,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plugsft.kit import attend_per_document, decoder_layers
 
-LIMIT = 32
-"""Most programs of a function. Beyond it, torch runs other shapes uncompiled."""
 BACKEND = "inductor"
 CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
 """Whether transformers checkpoints in a layer's call (5.17), not in its forward (5.23)."""
@@ -21,9 +19,6 @@ CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
 def compile_layers(model: Any, mode: str, dynamic: bool) -> int:
     """Replace each decoder layer's forward by a compiled one; return the number of layers."""
     layers = decoder_layers(model, "are known to compile; remove [plugins.compile]")
-    torch._dynamo.config.recompile_limit = LIMIT
-    # A layer that torch cannot compile runs uncompiled: no later shape may end the run.
-    torch._dynamo.config.suppress_errors = True
     _exclude_attention()
     programs = {
         kind: torch.compile(forward_of(kind), dynamic=dynamic, mode=mode, backend=BACKEND)

@@ -3,11 +3,14 @@
 import logging
 import time
 
+from torch._dynamo import config
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.utils import counters
 
 from plugsft import say
 
+LIMIT = 32
+"""Most programs of a function. Beyond it, torch runs other shapes uncompiled."""
 LOGGER = "torch._dynamo.convert_frame"
 """Where torch reports that a function has reached its limit of programs."""
 
@@ -19,6 +22,9 @@ class Programs(logging.Filter):
         super().__init__()
         self.count, self.repeated, self.seconds, self.reason = 0, 0, 0.0, ""
         self._started, self._breaks = 0.0, _graph_breaks()
+        config.recompile_limit = LIMIT
+        # A layer that torch cannot compile runs uncompiled: no later shape may end the run.
+        config.suppress_errors = True
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
         logging.getLogger(LOGGER).addFilter(self)

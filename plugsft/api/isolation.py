@@ -74,7 +74,7 @@ def _release_frames(error: BaseException | None) -> None:
 def free_memory() -> None:
     """Free the run's model now, and what torch's compiler knows of it."""
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     gc.collect()
     if _cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from typing import TypeVar
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ..base.atomic import MANIFEST

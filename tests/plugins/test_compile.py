@@ -26,7 +26,7 @@ from plugsft.kit import attend_per_document, documents_of
 from plugsft.model.load import Load
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch
 from plugsft.plugins.bfd_packing.row_shape import fix_shape
-from plugsft.plugins.compile import Compile, layers
+from plugsft.plugins.compile import Compile, layers, programs
 from plugsft.plugins.compile.layers import OpaqueLengths
 from plugsft.plugins.compile.programs import LOGGER
 from plugsft.plugins.flash_attention.kernels import register_kernel
@@ -206,7 +206,7 @@ def on_meta(value):
 
 @pytest.mark.slow
 def test_beyond_the_limit_of_programs_layers_run_uncompiled(monkeypatch, capsys):
-    monkeypatch.setattr(layers, "LIMIT", 2)
+    monkeypatch.setattr(programs, "LIMIT", 2)
     monkeypatch.setattr(layers, "BACKEND", "eager")
     plain, plugin = make("llama"), Compile(dynamic=False)
     model = apply(make("llama"), plugin)
