@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
-from plugsft.kit import Tokens, lay_out, sum_per_answer
+from plugsft.kit import Tokens, lay_out, shard_of, sum_per_answer
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
 
@@ -174,7 +174,4 @@ class ReferencePass:
 
 def local_bytes(module: Any) -> int:
     """Return the bytes of this rank's shards of all parameters."""
-    return sum(
-        getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)).nbytes
-        for parameter in module.parameters()
-    )
+    return sum(shard_of(parameter).values.nbytes for parameter in module.parameters())

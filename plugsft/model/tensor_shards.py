@@ -28,9 +28,13 @@ class TensorShard:
         return self.values.numel() == math.prod(self.shape)
 
 
-def shard_of(tensor: Tensor) -> TensorShard:
-    """Return this rank's shard: its rows of a sharded DTensor, else the whole tensor."""
-    shape = tuple(tensor.shape)
+def shard_of(tensor: Any) -> TensorShard:
+    """Return this rank's shard: rows of a DTensor, a flat range (ZeRO-3), or the whole tensor."""
+    shape, zero3_shard = whole_shape(tensor), getattr(tensor, "ds_tensor", None)
+    if zero3_shard is not None:
+        start = dist.get_rank() * zero3_shard.ds_numel
+        size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
+        return TensorShard(zero3_shard.detach().view(-1)[:size], start, shape)
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach().view(-1), 0, shape)
     local: Any = tensor.detach()
@@ -40,16 +44,6 @@ def shard_of(tensor: Tensor) -> TensorShard:
         rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
         start = rows * math.prod(shape[1:])
     return TensorShard(local.to_local().view(-1), start, shape)
-
-
-def local_shard(tensor: Any) -> TensorShard:
-    """Return this rank's shard of a tensor, also under ZeRO-3."""
-    zero3_shard = getattr(tensor, "ds_tensor", None)
-    if zero3_shard is None:
-        return shard_of(tensor)
-    start = dist.get_rank() * zero3_shard.ds_numel
-    size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
-    return TensorShard(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
 
 
 def num_weights(tensor: Any) -> int:
@@ -66,6 +60,6 @@ def whole_shape(tensor: Any) -> tuple[int, ...]:
 def local_values(tensor: Any) -> Tensor:
     """Return a view of this rank's part of a tensor: whole, rows, or flat numbers (ZeRO-3)."""
     if getattr(tensor, "ds_tensor", None) is not None:
-        return local_shard(tensor).values
+        return shard_of(tensor).values
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.errors import PluginError
 from ..base.types import WeightSlice
-from ..model.tensor_shards import TensorShard, local_shard, local_values
+from ..model.tensor_shards import TensorShard, local_values, shard_of
 from .optimizer_state import Describer, Restorer, dtype_named
 from .shard_files import dtype_name
 
@@ -58,7 +58,7 @@ class PluginDescriber(Describer):
                 f"{_where(name)} has shape {[*values.shape]}; this rank's slice of "
                 f"{weight_slice.weight} has {[*shape]}"
             )
-        shard = local_shard(parameter)
+        shard = shard_of(parameter)
         self.shards[name] = TensorShard(values.reshape(-1), shard.start, shard.shape)
         return {
             "weight": weight_slice.weight,
@@ -86,7 +86,7 @@ class PluginRestorer(Restorer):
         name = description["weight"]
         if name not in self.weights:
             raise self.reader.mismatch(name)
-        shard = local_shard(self.weights[name])
+        shard = shard_of(self.weights[name])
         values = torch.empty_like(
             local_values(self.weights[name]),
             dtype=dtype_named(description["tensor"]),

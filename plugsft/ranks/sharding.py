@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import PluginError
 from ..model.load import Load
-from ..model.tensor_shards import local_shard, shard_of
+from ..model.tensor_shards import shard_of
 from .sharded_optimizers import ensure_suits_zero3, explain_optimizer
 from .train_state import TrainState
 from .zero3 import ZeroTrainState
@@ -166,7 +166,7 @@ def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> N
         return
     with torch.no_grad(), load.weights() as weights:
         for name, parameter in tensors.items():
-            shard, row = local_shard(parameter), math.prod(parameter.ds_shape[1:])
+            shard, row = shard_of(parameter), math.prod(parameter.ds_shape[1:])
             if not shard.values.numel():
                 continue
             first, stop = shard.start // row, shard.start + shard.values.numel()
