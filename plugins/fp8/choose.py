@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +23,12 @@ class Choice:
     """The linear layers of a model: those to convert, and how many others there are, and why."""
 
     chosen: list[str] = field(default_factory=list)
-    at_the_ends: int = 0
-    odd: int = 0
-    small: int = 0
-    outside: int = 0
+    others: Counter[str] = field(default_factory=Counter)
 
     def describe(self, plugin: Fp8) -> str:
         """Describe the choice in one line."""
-        layers = "layer" if plugin.keep == 1 else f"{plugin.keep} layers"
-        others = {
-            f"in the first and last {layers}": self.at_the_ends,
-            f"with fewer than {plugin.min_size} inputs or outputs": self.small,
-            f"whose size is no multiple of {MULTIPLE}": self.odd,
-            "outside the layers (head)": self.outside,
-        }
-        total = len(self.chosen) + sum(others.values())
-        kept = ", ".join(f"{count} {where}" for where, count in others.items() if count)
+        total = len(self.chosen) + self.others.total()
+        kept = ", ".join(f"{count} {why}" for why, count in self.others.items())
         text = f"{len(self.chosen)} of {total} linear layers multiply in float8 ({plugin.scaling}"
         text += ", emulated)" if plugin.emulate else ")"
         return f"{text}; not converted: {kept}" if kept else text
@@ -49,19 +40,19 @@ def choose(plugin: Fp8, model: Any) -> Choice:
     inner = {*layers[plugin.keep : len(layers) - plugin.keep]}
     ends = {module for layer in layers if layer not in inner for module in layer.modules()}
     converted = {module for layer in inner for module in layer.modules()}
-    choice = Choice()
+    choice, kept = Choice(), "layer" if plugin.keep == 1 else f"{plugin.keep} layers"
     for name, module in model.named_modules():
         if type(module) is not Linear:
             continue
         sizes = (module.in_features, module.out_features)
         if module in ends:
-            choice.at_the_ends += 1
+            choice.others[f"in the first and last {kept}"] += 1
         elif module not in converted:
-            choice.outside += 1
+            choice.others["outside the layers (head)"] += 1
         elif min(sizes) < plugin.min_size:
-            choice.small += 1
+            choice.others[f"with fewer than {plugin.min_size} inputs or outputs"] += 1
         elif any(size % MULTIPLE for size in sizes):
-            choice.odd += 1
+            choice.others[f"whose size is no multiple of {MULTIPLE}"] += 1
         else:
             choice.chosen.append(name)
     if not choice.chosen:
