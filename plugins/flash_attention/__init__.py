@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from plugsft import Batch, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from .kernels import Obstacle
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What decides which kernels can run, before the model is known."""
-
-    gpu: tuple[int, int] | None
-    """Compute capability of the GPU; the lowest of several."""
-    half: bool
-    """Whether attention is computed in 16 bits."""
-    packed: bool
-    built: bool
-    """Whether this torch was built with its own kernel."""
-    shared: bool = False
-    """Whether two answers share a prompt."""
 
 
 @plugin(provides={"fast_attention": "kernel"})
@@ -42,7 +24,8 @@ class FlashAttention:
     flash-attn. torch: its own kernel, for packed rows, nothing to build. sdpa: any device; in
     packed rows, document by document."""
 
-    conditions: Conditions = state(Conditions(None, False, False, False))
+    conditions: Any = state()
+    """What decides which kernels can run: kernels.Conditions."""
     result: str = state("")
     sums: int = state(0)
     """How many numbers of a token's gradient the kernel sums; 0 if it can index any number."""
@@ -63,21 +46,18 @@ class FlashAttention:
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Choose a kernel for the model's configuration; make sure that the model uses it."""
-        from .kernels import PACKAGES, SINKS, attention_config, has_sinks, register_kernel
+        from .kernels import attention_config, choose, find_unused, register_kernel
         from .limits import sums_of_token
 
         config = attention_config(load)
-        kernel = self.choose(config)
+        kernel, obstacle, self.result = choose(self.kernel, config, self.conditions)
+        self.ensure_no(obstacle)
         self.sums = sums_of_token(kernel, config)
         name = register_kernel(kernel, self.conditions.packed)
         if name:
             load.kwargs["attn_implementation"] = name
         model = yield
-        used = model.config.get_text_config()._attn_implementation
-        if name and used != name:
-            raise RecipeError(f"plugins.flash_attention: the model uses {used} instead of {name}")
-        if kernel in (*PACKAGES, "torch") and has_sinks(model):
-            self.ensure_no(SINKS)
+        self.ensure_no(find_unused(kernel, name, model))
         return model
 
     @hookimpl(wrapper=True)
@@ -94,28 +74,6 @@ class FlashAttention:
     def summary(self) -> str:
         """Name the kernel, and why better ones cannot run."""
         return self.result
-
-    def choose(self, config: PretrainedConfig) -> str:
-        """Return the kernel for a model; "" leaves attention to transformers."""
-        from .kernels import BEST_FIRST, describe, find_obstacle, find_obstacle_in_model
-
-        packed = self.conditions.packed
-        if self.kernel != "auto":
-            self.ensure_no(find_obstacle_in_model(self.kernel, config, packed))
-            self.result = describe(self.kernel, packed)
-            return self.kernel
-        chosen, refused = "", dict[str, list[str]]()
-        for kernel in BEST_FIRST:
-            obstacle = find_obstacle(kernel, self.conditions) or find_obstacle_in_model(
-                kernel, config, packed
-            )
-            if obstacle is None:
-                chosen = kernel
-                break
-            refused.setdefault(obstacle.reason, []).append(kernel)
-        reasons = [f"not {', '.join(kernels)}: {reason}" for reason, kernels in refused.items()]
-        self.result = "; ".join([describe(chosen, packed), *reasons])
-        return chosen
 
     def ensure_no(self, obstacle: Obstacle | None) -> None:
         """Stop the run if the kernel that the recipe names cannot run."""

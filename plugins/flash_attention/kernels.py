@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import os
 import re
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,7 +21,6 @@ from transformers import (
 from plugsft import Capability, ModelLoad, Recipe
 from plugsft.kit import attend_per_document
 
-from . import Conditions
 from .varlen import attend, fastest_kernel, operator_is_exact
 
 BEST_FIRST = ("fa3", "fa4", "fa2", "torch", "sdpa")
@@ -53,6 +50,20 @@ PACKING = Capability.bundled("packed_rows").table
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
+class Conditions(NamedTuple):
+    """What decides which kernels can run, before the model is known."""
+
+    gpu: tuple[int, int] | None
+    """Compute capability of the GPU; the lowest of several."""
+    half: bool
+    """Whether attention is computed in 16 bits."""
+    packed: bool
+    built: bool
+    """Whether this torch was built with its own kernel."""
+    shared: bool = False
+    """Whether two answers share a prompt."""
+
+
 class Obstacle(NamedTuple):
     """Why a kernel cannot run, and the cure."""
 
@@ -66,10 +77,9 @@ SINKS = Obstacle("it does not support attention sinks, which the model has", REM
 
 def conditions_of(recipe: Recipe) -> Conditions:
     """Return the conditions of a recipe on this machine."""
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "no"
     return Conditions(
         gpu=None if recipe.device == "cpu" else lowest_capability(),
-        half=mixed or recipe.model.dtype != "float32",
+        half=recipe.model.dtype != "float32",
         packed=recipe.provides("packed_rows") is not None,
         built=torch.backends.cuda.is_flash_attention_available(),
         shared=recipe.provides("shared_prompts") is not None,
@@ -183,9 +193,34 @@ def find_obstacle_in_model(kernel: str, config: PretrainedConfig, packed: bool) 
     return None
 
 
-def has_sinks(model: Module) -> bool:
-    """Tell whether a model's attention has sinks, which the kernels would silently ignore."""
-    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
+def choose(
+    asked: str, config: PretrainedConfig, conditions: Conditions
+) -> tuple[str, Obstacle | None, str]:
+    """Return the kernel for a model ("": transformers' own), its obstacle, and a description."""
+    packed = conditions.packed
+    if asked != "auto":
+        obstacle = find_obstacle_in_model(asked, config, packed)
+        return asked, obstacle, "" if obstacle else describe(asked, packed)
+    chosen, refused = "", dict[str, list[str]]()
+    for kernel in BEST_FIRST:
+        obstacle = find_obstacle(kernel, conditions) or find_obstacle_in_model(
+            kernel, config, packed
+        )
+        if obstacle is None:
+            chosen = kernel
+            break
+        refused.setdefault(obstacle.reason, []).append(kernel)
+    reasons = [f"not {', '.join(kernels)}: {reason}" for reason, kernels in refused.items()]
+    return chosen, None, "; ".join([describe(chosen, packed), *reasons])
+
+
+def find_unused(kernel: str, name: str, model: Any) -> Obstacle | None:
+    """Return why a loaded model does not use a kernel as it should, or None."""
+    used = model.config.get_text_config()._attn_implementation
+    if name and used != name:
+        return Obstacle(f"the model uses {used} instead of {name}", REMOVE)
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return SINKS if sinks and kernel in (*PACKAGES, "torch") else None
 
 
 def head_widths(config: PretrainedConfig) -> list[int]:

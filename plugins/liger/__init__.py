@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Generator
 from typing import Any
 
-from plugsft import ModelLoad, RecipeError, hookimpl, plugin, state
+from plugsft import Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin(
@@ -35,33 +35,32 @@ class Liger:
 
     def switches(self) -> dict[str, bool | None]:
         """Return the options: true, false, or None for the default."""
-        return {
-            "rms_norm": self.rms_norm,
-            "layer_norm": self.layer_norm,
-            "mlp": self.mlp,
-            "rope": self.rope,
-        }
+        return {name: getattr(self, name) for name in ("rms_norm", "layer_norm", "mlp", "rope")}
 
     @hookimpl
-    def check(self) -> None:
-        """Refuse a machine that cannot run the kernels."""
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a machine that cannot run the kernels, and a family that has none."""
+        from plugsft.kit import meta_model
+
         from .patch import can_run_triton
 
         if not can_run_triton():
             raise RecipeError("its kernels need a GPU, and there is none; remove [plugins.liger]")
         if all(switch is False for switch in self.switches().values()):
             raise RecipeError("every kernel is switched off; remove [plugins.liger]")
+        from .kernels import choose_kernels
+
+        if (model := meta_model(recipe)) is not None:
+            choose_kernels(self.switches(), model.config.model_type)
 
     @hookimpl(wrapper=True)
-    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Patch the model's modules; refuse a family that Liger has no kernels for."""
-        from .kernels import choose_kernels, family_of, liger_patch
+    def optimize_model(self) -> Generator[None, Any, Any]:
+        """Patch the model's modules."""
+        from .kernels import choose_kernels, liger_patch
         from .patch import ensure_used, patch_model
 
-        switches = self.switches()
-        choose_kernels(switches, family_of(load))
         model = yield
-        family = model.config.model_type
+        family, switches = model.config.model_type, self.switches()
         kernels = choose_kernels(switches, family)
         self.patched = patch_model(model, liger_patch(family), kernels)
         ensure_used(model, [name for name in kernels if switches[name]], self.patched)

@@ -4,9 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-from transformers import AutoConfig
 
-from plugsft import ModelLoad, RecipeError
+from plugsft import RecipeError
 
 LIGER_NAMES = {
     "rms_norm": ("rms_norm",),
@@ -15,14 +14,6 @@ LIGER_NAMES = {
     "rope": ("rope",),
 }
 """Option -> Liger's names; a family has one kind of MLP."""
-
-
-def family_of(load: ModelLoad) -> str:
-    """Return a model's type from its configuration."""
-    options = ("revision", "trust_remote_code")
-    kwargs = {name: load.kwargs[name] for name in options if name in load.kwargs}
-    config = AutoConfig.from_pretrained(load.path, **kwargs)
-    return str(config.model_type)
 
 
 def liger_patch(family: str) -> Callable[..., None]:

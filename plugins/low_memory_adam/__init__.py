@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from plugsft import Recipe, RecipeError, Train, hookimpl, not_installed, plugin
+from plugsft import Machine, Recipe, RecipeError, Train, hookimpl, not_installed, plugin
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -32,8 +32,8 @@ class LowMemoryAdam:
     """Which AdamW."""
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
-        """Refuse weights of another type, and a package or a GPU that is missing."""
+    def check(self, recipe: Recipe, machine: Machine) -> None:
+        """Refuse weights of another type, ranks that shard them, and a missing package or GPU."""
         narrow = recipe.model.weights == "bfloat16"
         if self.kind == "corrected":
             if not narrow:
@@ -46,6 +46,12 @@ class LowMemoryAdam:
             raise RecipeError(
                 f'kind: "{self.kind}" rounds bfloat16 weights, which loses small steps; set '
                 'kind = "corrected", or remove model.weights'
+            )
+        if machine.strategy:
+            raise RecipeError(
+                "kind: bitsandbytes quantizes moments in blocks of a whole weight, and ranks shard "
+                "weights otherwise; launch with DDP (recipes/accelerate/gpu8.yaml), or set kind = "
+                '"corrected" under FSDP2'
             )
         if missing := not_installed("bitsandbytes", "quantize"):
             raise RecipeError(f"kind: {missing}")

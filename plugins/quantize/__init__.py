@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from plugsft import (
     Capability,
+    Machine,
     ModelLoad,
     Recipe,
     RecipeError,
@@ -41,11 +42,17 @@ class Quantize:
     result: str = state("")
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
-        """Refuse a model without adapters, and names that are not in the model."""
+    def check(self, recipe: Recipe, machine: Machine) -> None:
+        """Refuse a model without adapters or sharded, and names that are not in the model."""
         if not recipe.provides("adapters"):
             table = Capability.bundled("adapters").table
             raise RecipeError(f"quantized weights cannot be trained; add {table}")
+        if machine.strategy:
+            raise RecipeError(
+                "FSDP2 and ZeRO-3 cannot shard quantized weights. Each GPU holds the whole base in "
+                "few bits under DDP: launch with recipes/accelerate/gpu8.yaml; or remove "
+                "[plugins.quantize]"
+            )
         missing = not_installed("bitsandbytes", "quantize")
         if self.kind == "nf4" and missing:
             raise RecipeError(f"kind: {missing}")

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Linear, Module
 from transformers import BitsAndBytesConfig
 
-from plugsft import ModelLoad, PluginError, say
+from plugsft import ModelLoad, say
 from plugsft.kit import num_weights
 
 from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store_nothing
@@ -21,12 +21,6 @@ RECORD = "quantization_config.json"
 
 def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None:
     """Let transformers quantize each weight as it is loaded."""
-    if load.empty:
-        raise PluginError(
-            "plugins.quantize: FSDP2 and ZeRO-3 cannot shard quantized weights. Each GPU holds the "
-            "whole base in few bits under DDP: launch with recipes/accelerate/gpu8.yaml; or remove "
-            "[plugins.quantize]"
-        )
     if kind == "int8":
         load.kwargs["quantization_config"] = Int8Config(METHOD, dtype, left_out)
         return

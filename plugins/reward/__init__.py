@@ -99,10 +99,10 @@ class Reward(AnswerLoss):
 
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
-        """Add the place of each answer's last token, the margins and the weights."""
+        """Add the place of each answer's last token, and the margins."""
         from .objective import pair_columns
 
-        batch = yield
+        batch = yield from super().collate(tokens, examples)
         return batch | pair_columns(batch, tokens, examples)
 
     def losses(

@@ -15,17 +15,14 @@ from .pairs import MARGIN
 
 
 def pair_columns(batch: Batch, tokens: Tokens, examples: Ints) -> Batch:
-    """Return the place of each answer's last token in the batch, the margins and the weights."""
+    """Return the place of each answer's last token in the batch, and the margins."""
     lengths, _ = tokens.sequences(examples)
     rows, width = batch["input_ids"].shape
     # A row has one answer, or all answers are in one packed row.
     starts = width * np.arange(len(lengths)) if rows > 1 else np.cumsum(lengths) - lengths
     margins = np.asarray(tokens.columns[MARGIN][examples], np.float32)
-    return {
-        "_last": torch.from_numpy(starts + lengths - 1),
-        "_margins": torch.from_numpy(margins),
-        "_weights": torch.from_numpy(tokens.weights(examples)),
-    }
+    last = torch.from_numpy(starts + lengths - 1)
+    return {"_last": last, "_margins": torch.from_numpy(margins)}
 
 
 def compare(model: Module, batch: Batch, center: float) -> tuple[Tensor, dict[str, Tensor]]:

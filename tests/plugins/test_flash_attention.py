@@ -33,7 +33,7 @@ from transformers.utils import import_utils
 from plugsft import RecipeError, testing
 from plugsft.base.errors import TrainError
 from plugsft.kit import attend_per_document, documents_of
-from plugsft.plugins.flash_attention import Conditions, FlashAttention, kernels, varlen
+from plugsft.plugins.flash_attention import FlashAttention, kernels, varlen
 from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,
     VARLEN,
@@ -65,7 +65,7 @@ NARROW = LlamaConfig(hidden_size=48, num_attention_heads=4)
 
 
 def conditions(gpu=HOPPER, half=True, packed=True, built=True, shared=False):
-    return Conditions(gpu, half, packed, built, shared)
+    return kernels.Conditions(gpu, half, packed, built, shared)
 
 
 def install(folder, monkeypatch, kernel, version, code=""):
@@ -207,24 +207,21 @@ def test_widths_of_heads():
     ],
 )
 def test_auto_takes_the_best_that_can_run_and_says_why_none_before(place, config, chosen, said):
-    plugin = FlashAttention()
-    plugin.conditions = place
-    assert plugin.choose(config) == chosen
-    assert said in plugin.summary()
+    kernel, obstacle, result = kernels.choose("auto", config, place)
+    assert (kernel, obstacle) == (chosen, None) and said in result
 
 
 def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "fa2", "2.8.3")
-    plugin = FlashAttention()
-    plugin.conditions = conditions()
-    assert plugin.choose(MODELS["llama"]) == "fa2"
-    assert plugin.summary().startswith("flash-attn 2.8.3; not fa3: flash-attn-3 is not installed")
+    kernel, _, result = kernels.choose("auto", MODELS["llama"], conditions())
+    assert kernel == "fa2"
+    assert result.startswith("flash-attn 2.8.3; not fa3: flash-attn-3 is not installed")
     # It takes padded rows, but not 32 bits.
-    plugin.conditions = conditions(packed=False)
-    assert plugin.choose(MODELS["llama"]) == "fa2"
-    assert "waits for the GPU in each layer: add [plugins.bfd_packing]" in plugin.summary()
-    plugin.conditions = conditions(half=False)
-    assert plugin.choose(MODELS["llama"]) == "sdpa"
+    kernel, _, result = kernels.choose("auto", MODELS["llama"], conditions(packed=False))
+    assert kernel == "fa2"
+    assert "waits for the GPU in each layer: add [plugins.bfd_packing]" in result
+    kernel, _, _ = kernels.choose("auto", MODELS["llama"], conditions(half=False))
+    assert kernel == "sdpa"
 
 
 LONG = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_hidden_layers=1)
@@ -527,7 +524,7 @@ def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
 
 
 def test_packages_that_cannot_share_a_prompt_are_passed_over():
-    shared = Conditions((9, 0), True, True, True, shared=True)
+    shared = kernels.Conditions((9, 0), True, True, True, shared=True)
     for kernel in PACKAGES:
         assert find_obstacle(kernel, shared)[0] == "cannot share the prompt of a pair"
     assert find_obstacle("torch", shared) is None

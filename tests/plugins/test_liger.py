@@ -2,15 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, chats, only_full, run_plugsft
+from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from families import SMALL
 from test_launch import config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
@@ -30,7 +31,7 @@ def loaded(tmp_path, config, **options):
     model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
     plugin = Liger(**options)
-    loading = plugin.optimize_model(SimpleNamespace(path=str(tmp_path), kwargs={}))
+    loading = plugin.optimize_model()
     next(loading)
     with pytest.raises(StopIteration) as ended:
         loading.send(model)
@@ -85,14 +86,13 @@ def test_the_loss_is_left_alone(tmp_path):
     assert torch.nn.functional.cross_entropy.__module__ == "torch.nn.functional"
 
 
-def test_a_family_without_kernels_is_refused_before_it_is_loaded(tmp_path):
+def test_a_family_without_kernels_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     made = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=4)
-    made.save_pretrained(tmp_path)
-    loading = Liger().optimize_model(SimpleNamespace(path=str(tmp_path), kwargs={}))
-    with pytest.raises(
-        RecipeError, match=r"'mamba'; remove it. Liger has kernels for: .*llama.*qwen3"
-    ):
-        next(loading)
+    made.save_pretrained(tmp_path / "mamba")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(tmp_path / "mamba")}}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables | {"plugins": {"liger": {}}})
+    assert re.search("'mamba'; remove it. Liger has kernels for: .*llama.*qwen3", refuse(recipe))
 
 
 def test_a_switch_that_a_family_lacks_is_refused(tmp_path):
@@ -160,9 +160,6 @@ def test_lora_is_refused_whatever_is_installed(tiny, monkeypatch):
 PARITY = """
 import triton_interpreter, json, torch
 from copy import deepcopy
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from transformers import AutoModelForCausalLM
 from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen3Config
 from plugsft.plugins.liger import Liger
@@ -176,11 +173,10 @@ configs = {
 }
 found = {}
 for name, config in configs.items():
-    config.save_pretrained(FOLDER)
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     plugin, patched = Liger(), deepcopy(plain)
-    loading = plugin.optimize_model(SimpleNamespace(path=FOLDER, kwargs={}))
+    loading = plugin.optimize_model()
     next(loading)
     try:
         loading.send(patched)
@@ -204,8 +200,8 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_are_those_of_the_model_without_it(tmp_path):
-    script = PARITY.replace("SMALL", repr(json.dumps(SMALL))).replace("FOLDER", repr(str(tmp_path)))
+def test_loss_and_gradients_are_those_of_the_model_without_it():
+    script = PARITY.replace("SMALL", repr(json.dumps(SMALL)))
     result = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")},

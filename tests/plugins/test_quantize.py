@@ -30,7 +30,7 @@ from transformers import (
     modeling_utils,
 )
 
-from plugsft import PluginError, RecipeError, testing
+from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.data.defaults import DataDefaults
@@ -91,10 +91,10 @@ def recipe_of(folder, quantize=(), lora=(), **tables):
     return recipe, active
 
 
-def adapt(folder, quantize=(), empty=False, dtype="float32", **lora):
+def adapt(folder, quantize=(), dtype="float32", **lora):
     """Load a model as a run does."""
     _, active = recipe_of(folder, quantize, lora, model={"dtype": dtype})
-    load = Load(str(folder), {"dtype": torch.float32}, empty)
+    load = Load(str(folder), {"dtype": torch.float32})
     model = active.hooks.optimize_model(load=load)
     return model.train(), active.plugins.get("quantize")
 
@@ -434,8 +434,9 @@ def test_a_quantized_model_is_not_quantized_again(base, tmp_path):
 
 
 def test_sharded_models_and_a_missing_package_are_refused(base, monkeypatch):
-    with pytest.raises(PluginError, match="FSDP2 and ZeRO-3 cannot shard quantized weights"):
-        adapt(base(), empty=True)
+    with monkeypatch.context() as launched, pytest.raises(RecipeError, match="cannot shard quant"):
+        launched.setenv("ACCELERATE_USE_FSDP", "true")
+        recipe_of(base())
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(RecipeError, match=r"bitsandbytes is not .*'plugsft\[quantize\]'"):
         recipe_of(base())
