@@ -24,7 +24,7 @@ from plugsft.kit import shard_of
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.dpo_reference.log_probs import pair_ids
 from plugsft.plugins.ema import Ema
-from plugsft.plugins.router_loss.balance import sequence_shares
+from plugsft.plugins.router_loss.routers import sequence_shares
 from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
 from plugsft.recipe.tables import Checkpoint

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from conftest import ROOT
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from peft.tuners import lora
 from peft.utils import transformers_weight_conversion as conversion
 from torch import distributed as dist
@@ -236,18 +237,18 @@ def tensors_of_a_module_can_be_replaced():
 CHECKPOINTED = "plugins/gradient_checkpointing/layers.py plugins/activation_offload/layers.py"
 TORCH = {
     "_cdata": Use(
-        "plugins/activation_offload/copies.py plugins/gradient_checkpointing/selective.py "
+        "plugins/activation_offload/layers.py plugins/gradient_checkpointing/layers.py "
         "plugsft/lab/forecast/trace.py",
         "whether tensors share memory, fake ones too: data_ptr() of a fake tensor raises",
         storages_are_told_apart,
     ),
     "_version": Use(
-        "plugins/activation_offload/copies.py plugins/lora/fused.py",
+        "plugins/activation_offload/layers.py plugins/lora/layers.py",
         "whether a tensor was changed in place; torch compares it itself in the backward pass",
         changes_in_place_are_counted,
     ),
     "torch.utils._pytree": Use(
-        "plugins/activation_offload/copies.py plugins/gradient_checkpointing/selective.py "
+        "plugins/activation_offload/layers.py plugins/gradient_checkpointing/layers.py "
         "plugsft/lab/forecast/trace.py",
         "tensors in nested arguments; it has no public name yet",
         nested_tensors_are_found,
@@ -268,30 +269,30 @@ TORCH = {
         the_operator_of_flash_attention_takes_these_arguments,
     ),
     "torch.utils._python_dispatch": Use(
-        "plugins/gradient_checkpointing/selective.py plugins/profiler/operators.py "
+        "plugins/gradient_checkpointing/layers.py plugins/profiler/recorder.py "
         "plugsft/lab/forecast/trace.py",
         "TorchDispatchMode sees every operator; it is documented, and has no public module",
         a_mode_sees_each_operator,
     ),
     "_schema": Use(
-        "plugins/gradient_checkpointing/selective.py",
+        "plugins/gradient_checkpointing/layers.py",
         "an operator's name and the arguments that it changes",
         operators_name_what_they_change,
     ),
     "_len_torch_dispatch_stack": Use(
-        "plugins/lora/fused.py",
+        "plugins/lora/layers.py",
         "whether someone stores outputs, which then must not change in place",
         modes_are_counted,
     ),
     "_post_accumulate_grad_hooks": Use(
-        "plugins/lora/fused.py",
+        "plugins/lora/layers.py",
         "whether someone wants to see a weight's gradient before it is added",
         hooks_of_a_weight_are_seen,
     ),
     **dict.fromkeys(
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
         Use(
-            "plugins/lora/fused.py",
+            "plugins/lora/layers.py",
             "whether a module must be called as one: ZeRO-3 gathers weights by such hooks",
             hooks_of_a_module_are_seen,
         ),
@@ -317,7 +318,7 @@ TORCH = {
         the_scale_of_a_loss_is_halved_and_doubled,
     ),
     "torch._C": Use(
-        "plugins/lora/fused.py plugsft/ranks/precision.py",
+        "plugins/lora/layers.py plugsft/ranks/precision.py",
         "a kernel under autocast must call the one below it",
         autocast_can_be_left_out,
     ),
@@ -553,7 +554,7 @@ def a_linear_layer_can_have_another_adapter():
 
     config = LoraConfig(target_modules=["q_proj"])
     config._register_custom_module({Linear: Mine})
-    model = get_peft_model(llama(), config)
+    model = lora.LoraModel(llama(), config, "default")
     assert [type(it) for it in model.modules() if isinstance(it, lora.LoraLayer)] == [Mine]
 
 
@@ -563,10 +564,9 @@ def peft_lists_the_layers_that_became_experts():
 
 
 def accelerate_forgets_its_state():
-    PartialState(cpu=True)
-    state = AcceleratorState(cpu=True)
-    kind = PartialState._shared_state["distributed_type"]
-    assert kind == state.distributed_type
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kind = Accelerator(cpu=True).distributed_type
+    assert PartialState._shared_state["distributed_type"] == kind
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     assert not PartialState._shared_state and not AcceleratorState._shared_state

@@ -51,7 +51,7 @@ class Entry:
             (folder / BUILT).write_text(json.dumps({"launch": launch_id(), "seconds": seconds[0]}))
 
         say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        once(self.folder, build_and_record, say_once, self.is_usable, share)
+        once(self.folder, build_and_record, say_once, lambda it: not self.find_fault(it), share)
         return f"miss: built in {seconds[0]} s" if seconds else "miss: built by another process"
 
     def open(self, in_memory: bool) -> Any:
@@ -66,10 +66,6 @@ class Entry:
             weakref.finalize(artefact, os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return artefact
-
-    def is_usable(self, folder: Path) -> bool:
-        """Tell whether a folder needs no (new) build."""
-        return self.find_fault(folder) is None
 
     def find_fault(self, folder: Path) -> str | None:
         """Return why an entry cannot be used, or None; checks only the sizes of its files."""

@@ -22,8 +22,7 @@ from plugsft import (
 )
 from plugsft.kit import AnswerLoss
 
-from .losses import LOSSES, LossName, describe, options_of
-from .options import ensure_options_work
+from .losses import LOSSES, LossName, describe, ensure_options_work, options_of
 
 if TYPE_CHECKING:
     from torch import Tensor

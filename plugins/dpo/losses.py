@@ -1,9 +1,11 @@
-"""The table of losses. Imports no torch, so that reading a recipe stays cheap."""
+"""The table of losses, and the options that have an effect. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from plugsft import Capability, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,3 +128,25 @@ def describe(plugin: Dpo) -> str:
     used = [text for name, text in words.items() if getattr(options, name)]
     none = "" if LOSSES[plugin.loss].reference else "; reference: none"
     return ", ".join([f"{plugin.loss} loss", *used]) + none
+
+
+def ensure_options_work(plugin: Dpo, recipe: Recipe) -> None:
+    """Refuse options that would have no effect."""
+    loss = LOSSES[plugin.loss]
+    for name in Options._fields:
+        if getattr(plugin, name) is not None and name not in loss.defaults:
+            users = ", ".join(other for other in LOSSES if name in LOSSES[other].defaults)
+            raise RecipeError(
+                f'{name} has no effect with loss = "{plugin.loss}"; remove it (losses that use '
+                f"it: {users})"
+            )
+    stored = recipe.provides("stored_reference")
+    if not loss.reference and (plugin.reference or stored):
+        useless = "reference" if plugin.reference else str(stored and stored.table)
+        raise RecipeError(
+            f'{useless} has no effect with loss = "{plugin.loss}", which has no reference; '
+            "remove it"
+        )
+    if plugin.share_prompt and not recipe.provides("packed_rows"):
+        packing = Capability.bundled("packed_rows").table
+        raise RecipeError(f"share_prompt is for packed rows; add {packing}")

@@ -46,8 +46,13 @@ class FlashAttention:
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Choose a kernel for the model's configuration; make sure that the model uses it."""
-        from .kernels import attention_config, choose, find_unused, register_kernel
-        from .limits import sums_of_token
+        from .kernels import (
+            attention_config,
+            choose,
+            find_unused,
+            register_kernel,
+            sums_of_token,
+        )
 
         config = attention_config(load)
         kernel, obstacle, self.result = choose(self.kernel, config, self.conditions)
@@ -65,7 +70,7 @@ class FlashAttention:
         """Refuse a row whose gradients the kernel cannot index."""
         batch = yield
         if self.sums:
-            from .limits import ensure_indexable
+            from .kernels import ensure_indexable
 
             ensure_indexable(batch, self.sums, self.row_length)
         return batch

@@ -1,4 +1,4 @@
-"""Which kernels can compute a model's attention on this machine."""
+"""Which kernels can compute a model's attention on this machine, and of which rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from plugsft import Capability, ModelLoad, Recipe
+from plugsft import Capability, ModelLoad, Recipe, RecipeError
 from plugsft.kit import attend_per_document
 
 from .varlen import attend, fastest_kernel, operator_is_exact
@@ -260,3 +261,34 @@ def register_kernel(kernel: str, packed: bool) -> str:
     if kernel == "sdpa":
         return attend_per_document() if packed else "sdpa"
     return f"flash_attention_{kernel[-1]}" if kernel in PACKAGES else ""
+
+
+INDEXED_BY_32_BITS = ("fa2", "torch")
+"""Kernels that index the sums of the queries' gradients by 32 bits, at least in older releases."""
+ROOM = 128
+"""Tokens for which those sums have room between two documents."""
+
+
+def sums_of_token(kernel: str, config: PretrainedConfig) -> int:
+    """Return how many sums a token's gradient takes; 0 if a kernel can index any number."""
+    if kernel not in INDEXED_BY_32_BITS:
+        return 0
+    widest = max(head_widths(config))
+    step = 32 if widest <= 128 else 64
+    heads: int = config.num_attention_heads
+    return heads * -(-widest // step) * step
+
+
+def ensure_indexable(batch: Mapping[str, Any], sums: int, option: str) -> None:
+    """Refuse a row that would end in wrong gradients, or in an illegal memory access."""
+    bounds = batch.get("cu_seq_lens_q")
+    if bounds is None:
+        return
+    documents, tokens = len(bounds) - 1, batch["input_ids"].numel()
+    if (tokens + ROOM * documents) * sums >= 2**31:
+        raise RecipeError(
+            "plugins.flash_attention: the kernel cannot index the gradients of a packed row of "
+            f"{tokens:,} tokens in {documents:,} documents: (tokens + {ROOM} x documents) x "
+            f"{sums:,}, which is heads x width, must be below 2**31; lower {option}, or set "
+            'plugins.flash_attention.kernel = "sdpa"'
+        )

@@ -38,7 +38,7 @@ class Fp8:
     @hookimpl
     def check(self, recipe: Recipe, machine: Machine) -> None:
         """Refuse a machine without float8, and what cannot be combined with it."""
-        from .refuse import ensure_usable
+        from .choose import ensure_usable
 
         ensure_usable(self, recipe, machine)
 

@@ -98,7 +98,7 @@ class Kto(AnswerLoss):
     @hookimpl(wrapper=True)
     def load_batches(self) -> Generator[None, Iterator[LoadedStep], Iterator[LoadedStep]]:
         """Tell the micro-batches of a step which examples all ranks compute in it."""
-        from .steps import name_examples
+        from .objective import name_examples
 
         return name_examples((yield))
 

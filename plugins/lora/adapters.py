@@ -26,15 +26,16 @@ from plugsft.kit import num_weights, whole_shape
 from .continued import TrainedAdapters
 from .experts import ExpertAdapter, describe_frozen, hand_factors
 from .layers import NAME, FastLinear, adapted_layers
-from .new_tokens import describe_frozen_rows, trained_rows
 from .targets import (
     choose_modules,
     choose_weights,
+    describe_frozen_rows,
     head_and_embeddings,
     is_tied,
     last_parts,
     reward_head,
     shorten,
+    trained_rows,
 )
 
 if TYPE_CHECKING:

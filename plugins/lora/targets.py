@@ -1,4 +1,4 @@
-"""The modules of a model that get adapters, or are trained whole."""
+"""The modules of a model that get adapters or are trained whole, and the rows of new tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Embedding, Linear, Module
 from transformers.pytorch_utils import Conv1D
 
-from plugsft import Capability, RecipeError
+from plugsft import Capability, ModelLoad, RecipeError
 from plugsft.kit import find_modules
 
 from .experts import ensure_adaptable, expert_weights, renamed_by_peft
@@ -186,3 +186,39 @@ def shorten(names: list[str], model: Module) -> list[str]:
     endings = {*last_parts(names)}
     matches = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
     return sorted(endings) if matches == {*names} else names
+
+
+def trained_rows(
+    plugin: Lora, load: ModelLoad, model: Any, adapted: list[str]
+) -> dict[str, list[int]] | None:
+    """Return peft's setting: module -> the rows that are trained; None for no rows."""
+    rows = sorted({*load.new_tokens}) if plugin.train_new_tokens else []
+    if not rows:
+        return None
+    if plugin.strategy == "zero3" or (plugin.strategy and is_tied(model)):
+        raise RecipeError(
+            "plugins.lora.train_new_tokens: the rows are written into whole embeddings"
+            + (", which are the head too" if is_tied(model) else "")
+            + ", and ranks shard them; launch with DDP"
+            + ("" if is_tied(model) else " or FSDP2")
+            + " (recipes/accelerate/)"
+        )
+    head, embeddings = (name_of(module, model) for module in head_and_embeddings(model))
+    # The head of a reward model has no rows of tokens.
+    weights = [embeddings] if reward_head(model) is not None else [embeddings, head]
+    if both := [name for name in weights if name in adapted]:
+        raise RecipeError(
+            f"plugins.lora.train_new_tokens: {both[0]} is in targets or modules_to_save, which "
+            "train all of its rows; remove one of them"
+        )
+    return dict.fromkeys(weights[:1] if is_tied(model) else weights, rows)
+
+
+def describe_frozen_rows(plugin: Lora, load: ModelLoad) -> str:
+    """Describe the rows of new tokens, if they are frozen."""
+    if not load.new_tokens or plugin.train_new_tokens or plugin.modules_to_save:
+        return ""
+    return (
+        f"rows of {len({*load.new_tokens})} new tokens are frozen; train_new_tokens = true in "
+        "[plugins.lora] trains them"
+    )

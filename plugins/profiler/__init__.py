@@ -105,7 +105,7 @@ class Profiler:
     @hookimpl
     def finished(self, run: Run) -> None:
         """Print and write the profile."""
-        from .summary import summarize
+        from .bottlenecks import summarize
 
         if run.is_main and self.recorder.steps:
             self.result = summarize(self.recorder, run.facts)

@@ -1,8 +1,10 @@
 """Records the seconds of each part of a step, operators and floating-point operations."""
 
 import math
+import os
 from collections.abc import Collection, Generator, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,14 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.profiler import record_function
+from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugsft import Batch, Ints, LoadedStep, Machine, Recipe
 from plugsft.kit import Tokens
 
 from .clock import PARTS, Clock, Mark
 from .flops import shapes_of
-from .operators import OperatorCounter
-from .tracer import Tracer
 
 WARMUP = 2
 """First steps, which are not counted: kernels are chosen and memory is allocated. The second one
@@ -152,3 +153,47 @@ class StepRecorder:
             mean = torch.from_numpy(np.mean(self.steps, 0)).to(self.device, torch.float32)
             self.rank_means = [torch.empty_like(mean) for _ in range(self.machine.world_size)]
             distributed.all_gather(self.rank_means, mean)
+
+
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
+    """Counts the operators of one forward, and the elements of its largest logits."""
+
+    def __init__(self, vocabulary: int, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators, self.logits, self.tokens = 0, 0, tokens
+        self._vocabulary = vocabulary
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, and count it."""
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operators += 1
+        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == self._vocabulary:
+            self.logits = max(self.logits, result.numel())
+        return result
+
+
+class Tracer:
+    """Writes a trace of each chosen step into a folder."""
+
+    def __init__(self, folder: Path, steps: Collection[int], rank: int) -> None:
+        self.active: Any = None
+        self._folder, self._steps, self._rank = folder, steps, rank
+        self._file = ""
+
+    def start(self, step: int) -> None:
+        """Start the trace of a step, if it is chosen."""
+        if step in self._steps:
+            # Without this setting, Kineto prints to the console.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+            self._file = f"step-{step:06d}-rank-{self._rank}.json.gz"
+            self.active = profile(record_shapes=True)
+            self.active.start()
+
+    def stop(self) -> None:
+        """Write the trace of the current step, if it is traced."""
+        if self.active is not None:
+            self.active.stop()
+            self._folder.mkdir(exist_ok=True)
+            self.active.export_chrome_trace(str(self._folder / self._file))
+            self.active = None

@@ -50,8 +50,7 @@ class RouterLoss:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Find the model's routers, and record their outputs from now on."""
-        from .balance import Balance
-        from .routers import find_routers
+        from .routers import Balance, find_routers
 
         model = yield
         self.balance = Balance(find_routers(model))
@@ -60,7 +59,7 @@ class RouterLoss:
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
         """Add what each sequence counts in the loss."""
-        from .balance import sequence_shares
+        from .routers import sequence_shares
 
         batch = yield
         return {**batch, "_router_shares": sequence_shares(tokens, examples)}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import PluginError, RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.plugins.activation_offload import ActivationOffload, copies, layers
+from plugsft.plugins.activation_offload import ActivationOffload, layers
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.registry.load import resolve
 
@@ -80,14 +80,14 @@ def test_with_checkpoints_only_the_inputs_of_layers_move():
 def test_weights_their_casts_and_what_layers_share_stay():
     """Only what has a row for each token moves; a weight's cast by autocast has none."""
     sizes = set()
-    original = copies.SavedLayer.add
+    original = layers.SavedLayer.add
 
     def add(self, tensor):
         sizes.add((tuple(tensor.shape), tensor.dtype))
         return original(self, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies.SavedLayer, "add", add)
+        patch.setattr(layers.SavedLayer, "add", add)
         for autocast in (False, True):
             model, _ = make({"min_bytes": 0})
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -101,7 +101,7 @@ def test_weights_their_casts_and_what_layers_share_stay():
 
 
 def test_the_device_holds_what_two_layers_save(monkeypatch):
-    live, peak, original = {}, [0], copies.SavedLayer.add
+    live, peak, original = {}, [0], layers.SavedLayer.add
 
     def add(self, tensor):
         saved = original(self, tensor)
@@ -112,7 +112,7 @@ def test_the_device_holds_what_two_layers_save(monkeypatch):
         peak[0] = max(peak[0], sum(live.values()))
         return saved
 
-    monkeypatch.setattr(copies.SavedLayer, "add", add)
+    monkeypatch.setattr(layers.SavedLayer, "add", add)
     model, plugin = make({"min_bytes": 0}, dropout=0.0)
     train(model, micro_batches=1)
     layer = plugin.offload.moved / (LAYERS - 1)
@@ -195,9 +195,9 @@ def device(monkeypatch):
 
 
 def test_copies_run_between_two_waits(device):
-    stream = copies.SideStream(torch.device("cpu"))
-    first = copies.SavedLayer(stream, lambda: None)
-    second = copies.SavedLayer(stream, weakref.ref(first))
+    stream = layers.SideStream(torch.device("cpu"))
+    first = layers.SavedLayer(stream, lambda: None)
+    second = layers.SavedLayer(stream, weakref.ref(first))
     source = torch.arange(6.0)
     saved = first.add(source[2:4])
     again = second.add(source)
@@ -230,8 +230,8 @@ def test_copies_run_between_two_waits(device):
 
 def test_copies_that_nobody_needs_are_waited_for(device):
     """Else their memory would be reused while they run."""
-    stream = copies.SideStream(torch.device("cpu"))
-    layer = copies.SavedLayer(stream, lambda: None)
+    stream = layers.SideStream(torch.device("cpu"))
+    layer = layers.SavedLayer(stream, lambda: None)
     saved = layer.add(torch.ones(3))
     layer.store(), layer.release(), layer.load()
     event = next(entry[2] for entry in reversed(device.log) if entry[1] == "event")
@@ -252,7 +252,7 @@ def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
 
     for layer in plugin.offload.layers:
         layer._gradient_checkpointing_func = partial(plugin.offload.run, layer, run)
-    original = copies.SavedLayer.fetch
+    original = layers.SavedLayer.fetch
 
     def fetch(self, saved):
         device.log.append(("fetch", "ran", None))
@@ -263,7 +263,7 @@ def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
             device.log.append(("fetched", "ran", None))
         return tensor
 
-    monkeypatch.setattr(copies.SavedLayer, "fetch", fetch)
+    monkeypatch.setattr(layers.SavedLayer, "fetch", fetch)
     train(model, micro_batches=1)
     steps = [entry for entry in device.log if entry[1] in ("event", "waits", "ran")]
     names = [name for name, *_ in steps]
@@ -280,7 +280,7 @@ def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
 
 
 def test_a_change_in_place_is_refused():
-    layer = copies.SavedLayer(copies.SideStream(torch.device("cpu")), lambda: None)
+    layer = layers.SavedLayer(layers.SideStream(torch.device("cpu")), lambda: None)
     tensor = torch.ones(3)
     layer.add(tensor.detach())
     layer.store()

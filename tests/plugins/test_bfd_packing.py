@@ -31,8 +31,7 @@ from plugsft.model.packed_model import PackedModel
 from plugsft.model.small_copy import Longest
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
-from plugsft.plugins.bfd_packing.best_fit import best_fit
-from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, deal
+from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, best_fit, deal
 from plugsft.plugins.bfd_packing.overlong import cut_overlong
 from plugsft.plugins.bfd_packing.row_shape import RowShape, fix_shape
 from plugsft.recipe.tables import Train

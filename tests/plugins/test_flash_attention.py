@@ -41,8 +41,8 @@ from plugsft.plugins.flash_attention.kernels import (
     find_obstacle_in_model,
     find_obstacle_in_package,
     head_widths,
+    sums_of_token,
 )
-from plugsft.plugins.flash_attention.limits import sums_of_token
 from plugsft.plugins.flash_attention.varlen import (
     attend,
     by_operator,

@@ -34,7 +34,7 @@ from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.kit import lay_out
 from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward, plugin_metrics
-from plugsft.plugins.kto.steps import Mismatched
+from plugsft.plugins.kto.objective import Mismatched
 from plugsft.ranks.trained_model import TrainedModel, evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve

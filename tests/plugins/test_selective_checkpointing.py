@@ -17,8 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import RecipeError, testing
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
-from plugsft.plugins.gradient_checkpointing.layers import checkpoints
-from plugsft.plugins.gradient_checkpointing.selective import ATTENTION, Selection, dropout_of
+from plugsft.plugins.gradient_checkpointing.layers import (
+    ATTENTION,
+    Selection,
+    checkpoints,
+    dropout_of,
+)
 from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

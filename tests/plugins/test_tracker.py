@@ -14,7 +14,7 @@ from plugin_packages import activate, install
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.plugins.tracker.sender import Sender
+from plugsft.plugins.tracker.senders import Sender
 from plugsft.plugins.tracker.values import describe_error
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -420,7 +420,7 @@ def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
             tried.append(clock[0])
             raise OSError("gone")
 
-    monkeypatch.setattr("plugsft.plugins.tracker.sender.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plugsft.plugins.tracker.senders.time.monotonic", lambda: clock[0])
     sender = Sender("tensorboard", Dead())
     for second in range(100):
         clock[0] = float(second)

@@ -26,7 +26,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from plugsft import Batch, Ints
 from plugsft.kit import Tokens, pack
-from plugsft.plugins.bfd_packing.best_fit import best_fit
+from plugsft.plugins.bfd_packing.layouts import best_fit
 
 Collate = Callable[[int], Batch]
 """Row number -> the row's tensors."""

@@ -36,7 +36,7 @@ from plugsft.batches.packed_rows import attend_per_document
 from plugsft.commands.train import train
 from plugsft.model import document_probe
 from plugsft.plugins.flash_attention import varlen
-from plugsft.plugins.flash_attention.exactness import largest_error
+from plugsft.plugins.flash_attention.varlen import largest_error
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "pyarrow", "trl", "peft")
 PACKAGES += ("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "cut-cross-entropy")

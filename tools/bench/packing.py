@@ -22,8 +22,7 @@ from trl.data_utils import pack_dataset
 
 from plugsft import Ints
 from plugsft.plugins.bfd_packing.attention_cost import TYPICAL
-from plugsft.plugins.bfd_packing.best_fit import best_fit
-from plugsft.plugins.bfd_packing.layouts import deal
+from plugsft.plugins.bfd_packing.layouts import best_fit, deal
 
 CAPACITY = 4096
 LONG = 32_768
