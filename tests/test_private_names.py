@@ -59,11 +59,11 @@ class Use(NamedTuple):
 
 
 class Operators(TorchDispatchMode):
-    """Collects the operators of a block, and how deep it stands in such modes."""
+    """Collects the operators of a block."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.depths = [], []
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
@@ -80,7 +80,7 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
 
 
-def storages_are_told_apart():
+def storages_have_an_identity():
     with FakeTensorMode():
         fake = torch.ones(2, 3)
         assert fake.untyped_storage()._cdata == fake.T.untyped_storage()._cdata
@@ -103,7 +103,7 @@ def nested_tensors_are_found():
     assert shifted.tolist() == [2, 2] and number == 5
 
 
-def the_compiler_has_its_settings_and_tells_of_programs():
+def the_compiler_has_its_settings_and_reports_programs():
     assert isinstance(compiling.recompile_limit, int) and compiling.suppress_errors in (True, False)
     calls, before = [], sum(counters["graph_break"].values())
     callback_handler.register_start_callback(calls.append)
@@ -240,7 +240,7 @@ TORCH = {
         "plugins/activation_offload/layers.py plugins/gradient_checkpointing/layers.py "
         "plugsft/lab/forecast/trace.py",
         "whether tensors share memory, fake ones too: data_ptr() of a fake tensor raises",
-        storages_are_told_apart,
+        storages_have_an_identity,
     ),
     "_version": Use(
         "plugins/activation_offload/layers.py plugins/lora/layers.py",
@@ -256,7 +256,7 @@ TORCH = {
     "torch._dynamo": Use(
         "plugins/compile/programs.py",
         "the limit of programs, and their count and seconds; torch.compiler has neither",
-        the_compiler_has_its_settings_and_tells_of_programs,
+        the_compiler_has_its_settings_and_reports_programs,
     ),
     "torch._inductor": Use(
         "plugins/fp8/convert.py",
@@ -299,7 +299,7 @@ TORCH = {
     ),
     "_ddp_params_and_buffers_to_ignore": Use(
         "plugins/lora/adapters.py plugins/quantize/base.py",
-        "DDP copies all buffers in each forward pass, and its other way to say so is private too",
+        "DDP copies all other buffers in each forward pass; its own method for this is private too",
         ddp_leaves_named_tensors_alone,
     ),
     "_execution_engine": Use(
@@ -409,7 +409,8 @@ def models_name_tensors_that_are_not_saved():
 
 
 def experts_multiply_by_groups():
-    inputs, weight = torch.randn(4, 8), torch.randn(2, 8, 16)
+    inputs = torch.arange(32.0).view(4, 8).bfloat16()
+    weight = torch.stack([torch.ones(8, 16), torch.full((8, 16), 2.0)]).bfloat16()
     ends = torch.tensor([1, 4], dtype=torch.int32)
     expected = torch.cat([inputs[:1] @ weight[0], inputs[1:] @ weight[1]])
     result = _grouped_linear(inputs, weight, ends, is_transposed=True)
