@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from plugsft.kit import Tokens
+
+    from .loss import HeadLoss
 
 
 @plugin(provides={"fused_head": "chunk"})
@@ -38,8 +41,6 @@ class FusedLoss:
     """The package whose kernel is used, or "" for ours."""
     chosen: str = state("torch kernel")
     """The kernel, and the reason for it."""
-    loss: Any = state(None)
-    """What computes it, once the model is there: loss.HeadLoss."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -69,10 +70,7 @@ class FusedLoss:
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Measure the transform of the logits, and compare the loss, on all ranks together."""
-        from .loss import HeadLoss
-
-        if self.loss is None:
-            self.loss = HeadLoss(self.package, self.chunk, self.packed)
+        if not self.loss.proved:
             self.loss.prove(model.module)
         tokens = yield
         # Examples of weight 0 reach no batch.
@@ -91,10 +89,17 @@ class FusedLoss:
         returns zeros with the gradients of the losses; the losses themselves bypass whatever the
         model does to its logits.
         """
-        losses: Tensor = self.loss.token_nll(model, batch, summed)
-        return losses
+        return self.loss.token_nll(model, batch, summed)
 
     @hookimpl
     def summary(self) -> str:
         """Report the kernel, the transform, and the share of positions in the loss."""
-        return "; ".join([self.chosen, *(self.loss.results() if self.loss else ())])
+        made = "loss" in vars(self)
+        return "; ".join([self.chosen, *(self.loss.results() if made else ())])
+
+    @cached_property
+    def loss(self) -> HeadLoss:
+        """What computes the losses, made once the model is there."""
+        from .loss import HeadLoss
+
+        return HeadLoss(self.package, self.chunk, self.packed)

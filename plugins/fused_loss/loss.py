@@ -56,13 +56,13 @@ class HeadLoss:
         """Head -> transform of its logits; the first head is that of the run's model."""
         self.exact = True
         """Whether the head computes in float32; set inside its forward, where autocast is known."""
-        self._proved = ""
+        self.proved = ""
         self.trained = self.positions = 0
         """Positions that reached the head, and all positions."""
 
     def results(self) -> list[str]:
         """Return the transform, the comparison, and the share of positions in the loss."""
-        results = [*map(str, [*self.transforms.values()][:1]), self._proved]
+        results = [*map(str, [*self.transforms.values()][:1]), self.proved]
         if self.positions:
             results.append(f"{self.trained / self.positions:.0%} of the positions reach the head")
         return [*filter(None, results)]
@@ -153,7 +153,7 @@ class HeadLoss:
                 f"{float(plain):.6g}. The model uses its head in an unsupported way"
             )
         proof = f"proved on {TOKENS} tokens ({difference:.0e} off the plain loss)"
-        self._proved = self._proved or proof
+        self.proved = self.proved or proof
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
