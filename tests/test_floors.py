@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_902, "data": 22_635, "lab": 12_577, "ranks": 14_800, "model": 10_700,
-    "start": 2_814, "export": 5_097, "audit": 7_062,
+    "commands": 13_902, "data": 22_635, "lab": 12_577, "ranks": 14_799, "model": 10_688,
+    "start": 2_814, "export": 5_097, "audit": 7_072,
     "output": 10_909, "tokens": 5_051, "base": 6_020, "modules beside the rooms": 5_183,
     "api": 3_646, "recipe": 4_278, "registry": 3_651, "batches": 3_132, "testing": 2_717,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 134_174, 42_231, 73_803
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 134_171, 41_993, 73_790
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -578,9 +578,9 @@ def data_of_the_hub_has_a_fingerprint():
     assert one._fingerprint == same._fingerprint != other._fingerprint
 
 
-def a_package_has_a_folder():
+def a_package_has_a_folder_and_a_name():
     package = next(it for it in distributions() if it.name == "torch")
-    assert Path(package._path, "METADATA").is_file()
+    assert Path(package._path, "METADATA").is_file() and package._normalized_name == "torch"
 
 
 OTHERS = {
@@ -612,10 +612,13 @@ OTHERS = {
         "whether data of the hub has changed",
         data_of_the_hub_has_a_fingerprint,
     ),
-    "_path": Use(
-        "plugsft/base/refusals.py",
-        "the folder of a package whose metadata nobody can read",
-        a_package_has_a_folder,
+    **dict.fromkeys(
+        ("_path", "_normalized_name"),
+        Use(
+            "plugsft/base/refusals.py",
+            "the folder and the name of a package whose metadata nobody can read",
+            a_package_has_a_folder_and_a_name,
+        ),
     ),
 }
 """Names of peft, accelerate, datasets and Python."""
