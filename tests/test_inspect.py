@@ -18,10 +18,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.audit import page as inspection_page
+from plugsft.audit import inspect_data as inspection_page
 from plugsft.audit.rows import choose_ranges, histogram, quantiles
-from plugsft.audit.token_lines import draw
-from plugsft.audit.token_view import Piece, make_visible
+from plugsft.audit.tokens import Piece, draw, make_visible
 from plugsft.commands import data as inspection
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML

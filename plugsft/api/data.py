@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..audit.rows import Audit
-    from ..audit.token_view import InspectedRow
+    from ..audit.tokens import InspectedRow
 
 
 @dataclass(frozen=True)
