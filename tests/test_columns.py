@@ -15,7 +15,7 @@ from plugsft.batches.plan import Plan
 from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.lab.forecast.workload import read_epoch, workload_of
+from plugsft.lab.forecast.forecaster import read_epoch, workload_of
 from plugsft.lab.trials import write_examples
 from plugsft.lab.tune import keeps_steps
 from plugsft.model.defaults import ModelDefaults

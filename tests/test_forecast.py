@@ -22,7 +22,7 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffle
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
-from plugsft.lab.forecast.forecaster import Forecast, Forecaster, suggest
+from plugsft.lab.forecast.forecaster import Epoch, Forecast, Forecaster, read_epoch, suggest
 from plugsft.lab.forecast.meta_model import MetaModel
 from plugsft.lab.forecast.run import Options, cluster_of, notes
 from plugsft.lab.forecast.strategies import (
@@ -34,7 +34,6 @@ from plugsft.lab.forecast.strategies import (
     Setting,
     peak_memory,
 )
-from plugsft.lab.forecast.workload import Epoch, read_epoch
 from plugsft.lab.trials import trials
 from plugsft.lab.tune import Tuning
 from plugsft.model.config import load_config

@@ -14,7 +14,7 @@ from plugsft import DataError, PluginError, hookimpl
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
-from plugsft.lab.forecast.workload import read_epoch
+from plugsft.lab.forecast.forecaster import read_epoch
 from plugsft.lab.trials import trials
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens

@@ -238,7 +238,7 @@ CHECKPOINTED = "plugins/gradient_checkpointing/layers.py plugins/activation_offl
 TORCH = {
     "_cdata": Use(
         "plugins/activation_offload/layers.py plugins/gradient_checkpointing/layers.py "
-        "plugsft/lab/forecast/trace.py",
+        "plugsft/lab/forecast/meta_model.py",
         "whether tensors share memory, fake ones too: data_ptr() of a fake tensor raises",
         storages_have_an_identity,
     ),
@@ -249,7 +249,7 @@ TORCH = {
     ),
     "torch.utils._pytree": Use(
         "plugins/activation_offload/layers.py plugins/gradient_checkpointing/layers.py "
-        "plugsft/lab/forecast/trace.py",
+        "plugsft/lab/forecast/meta_model.py",
         "tensors in nested arguments; it has no public name yet",
         nested_tensors_are_found,
     ),
@@ -270,7 +270,7 @@ TORCH = {
     ),
     "torch.utils._python_dispatch": Use(
         "plugins/gradient_checkpointing/layers.py plugins/profiler/recorder.py "
-        "plugsft/lab/forecast/trace.py",
+        "plugsft/lab/forecast/meta_model.py",
         "TorchDispatchMode sees every operator; it is documented, and has no public module",
         a_mode_sees_each_operator,
     ),
@@ -470,7 +470,7 @@ TRANSFORMERS = {
         attention_is_put_back_without_a_check,
     ),
     "_gradient_checkpointing_func": Use(
-        f"{CHECKPOINTED} plugins/compile/layers.py plugsft/lab/forecast/trace.py",
+        f"{CHECKPOINTED} plugins/compile/layers.py plugsft/lab/forecast/meta_model.py",
         "a function of our own around each layer; gradient_checkpointing_enable takes options only",
         a_layer_is_called_by_the_function_that_it_is_given,
     ),

@@ -14,7 +14,7 @@ from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
+from .forecaster import Forecast, Forecaster, Traced, choose, probe, read_epoch, suggest
 from .strategies import (
     ANY,
     GB,
@@ -26,7 +26,6 @@ from .strategies import (
     Strategy,
     this_device,
 )
-from .workload import read_epoch
 
 EXPLAINED = {
     "activations": "stored for the backward pass",

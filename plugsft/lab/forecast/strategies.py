@@ -9,8 +9,7 @@ import torch
 
 from ...base.console import format_count, format_size
 from ...base.machine import look
-from .meta_model import Weights
-from .trace import HEAD, LAYERS, Trace
+from .meta_model import HEAD, LAYERS, Trace, Weights
 
 GB = 10**9
 PER_MACHINE = 8
