@@ -19,7 +19,7 @@ from .base.console import print_error, say
 from .base.errors import PlugsftError, RecipeError, Stopped, choices
 from .base.launch_files import explain_missing
 from .base.refusals import quiet_libraries, refusal_of
-from .commands import bench, data, diff, model, plan, recipes, show, train, tune
+from .commands import data, lab, model, recipes, show, train
 from .commands.options import RECIPES
 
 
@@ -75,14 +75,14 @@ for _command in (
     data.inspect,
     recipes.plugins,
     show.show,
-    diff.diff,
+    show.diff,
     recipes.schema,
     model.chat,
     model.export,
     recipes.new_plugin,
-    bench.bench,
-    tune.tune,
-    plan.plan,
+    lab.bench,
+    lab.tune,
+    lab.plan,
 ):
     app.command()(_command)
 for _command in (data.ls, data.gc):

@@ -53,7 +53,7 @@ EXPORTED = {
     """,
 }
 COMMANDS = _words("""
-    bench data diff model plan recipes show train tune
+    data lab model recipes show train
 """)
 FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its

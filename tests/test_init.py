@@ -17,8 +17,8 @@ from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, wri
 from test_docs import parse
 
 from plugsft import PlugsftError
-from plugsft.commands.bundled_recipes import SCHEMA, commands_of, files_of, print_kinds, write
-from plugsft.commands.json_schema import schema_text
+from plugsft.commands.overview import schema_text
+from plugsft.commands.starting_files import SCHEMA, commands_of, files_of, print_kinds, write
 from plugsft.registry.load import load
 
 LAUNCH = {

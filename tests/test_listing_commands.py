@@ -11,8 +11,7 @@ from plugin_packages import activate, install
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.commands import json_schema
-from plugsft.commands import recipe_overview as overview
+from plugsft.commands import overview
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.output.record import Record
@@ -167,7 +166,7 @@ def problems(schema, tables):
 
 
 def test_the_schema_takes_the_recipes_that_run_and_no_others(installed, tiny):
-    schema = json_schema.make_schema(find())
+    schema = overview.make_schema(find())
     jsonschema.Draft202012Validator.check_schema(schema)
     recipes = [ROOT / "recipes/quickstart.toml", tiny()]
     for tables in [tomllib.loads(path.read_text()) for path in recipes]:

@@ -12,8 +12,8 @@ from conftest import ROOT
 import plugsft
 from plugsft import kit, testing
 from plugsft.base.types import Shard
-from plugsft.commands.recipe_overview import summary_of
-from plugsft.commands.skeleton import FILES
+from plugsft.commands.overview import summary_of
+from plugsft.commands.starting_files import FILES
 from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.contracts import SPECS

@@ -15,7 +15,7 @@ from plugin_packages import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
-from plugsft.commands.recipe_overview import summary_of
+from plugsft.commands.overview import summary_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.registry.active import Active, check, order

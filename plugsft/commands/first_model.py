@@ -10,9 +10,9 @@ from ..base.console import is_terminal, say
 from ..registry.load import load
 from ..start.resume import Resume
 from ..start.train import train_recipe
-from .bundled_recipes import write_missing
 from .load_recipe import OFFLINE
 from .model import chat
+from .starting_files import write_missing
 
 KIND = "quickstart"
 LESSONS = "recipes/data/quickstart.jsonl"

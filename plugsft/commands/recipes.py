@@ -11,7 +11,7 @@ from .options import Overrides, RecipeFile, Without, same_words
 
 def complete_kind(incomplete: str) -> list[str]:
     """Complete the name of a bundled recipe."""
-    from .bundled_recipes import kinds
+    from .starting_files import kinds
 
     return [kind for kind in kinds() if kind.startswith(incomplete)]
 
@@ -29,7 +29,7 @@ def init(
     list_kinds: Annotated[bool, typer.Option("--list", help="List all kinds.")] = False,
 ) -> None:
     """Write a commented recipe, with its data and launch files."""
-    from .bundled_recipes import print_kinds, write
+    from .starting_files import print_kinds, write
 
     if list_kinds or not kind:
         print_kinds()
@@ -69,17 +69,17 @@ def plugins(
     without: Without = None,
 ) -> None:
     """List all plugins; with a recipe, its hooks and who answers them."""
-    from . import recipe_overview
+    from . import overview
 
     if recipe is None:
-        recipe_overview.list_plugins()
+        overview.list_plugins()
     else:
-        recipe_overview.list_hooks(recipe, overrides or [], without or [])
+        overview.list_hooks(recipe, overrides or [], without or [])
 
 
 def schema() -> None:
     """Print the JSON schema of recipes, plugins included, for editors."""
-    from .json_schema import schema_text
+    from .overview import schema_text
 
     print(schema_text())
 
@@ -127,6 +127,6 @@ def new_plugin(
     folder: Annotated[Path, typer.Option(help="Folder to write it to.")] = Path(),
 ) -> None:
     """Write the skeleton of a new plugin, with its test."""
-    from .skeleton import write_skeleton
+    from .starting_files import write_skeleton
 
     write_skeleton(name, folder, kind)

@@ -1,4 +1,4 @@
-"""`plugsft show`: a recipe with all its defaults, or the results of a run."""
+"""Results of runs: `show` and `diff`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,19 @@ def show(
 
         show_run(place)
     else:
-        from .recipe_overview import show_recipe
+        from .overview import show_recipe
 
         show_recipe(place, overrides or [])
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's output folder.")],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_B", help="Another run's output folder."),
+    ],
+) -> None:
+    """Compare two runs: recipe, versions, data and results."""
+    from ..output import diff
+
+    diff.diff(first, second)

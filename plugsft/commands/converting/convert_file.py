@@ -8,8 +8,8 @@ from ...base.console import say
 from ...base.errors import PlugsftError, RecipeError, choices
 from ...base.limits import parse_toml
 from ...registry.load import resolve
-from ..bundled_recipes import SCHEMA, write_files
-from ..json_schema import schema_text
+from ..overview import schema_text
+from ..starting_files import SCHEMA, write_files
 from . import axolotl, llamafactory, trl
 from .conversion import Conversion, Tool
 from .read_settings import read_settings

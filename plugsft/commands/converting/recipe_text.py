@@ -6,7 +6,7 @@ from typing import Any
 import tomli_w
 
 from ...base.errors import RecipeError
-from ..bundled_recipes import POINTER
+from ..starting_files import POINTER
 from .conversion import Conversion, printable
 
 TABLES = ("model", "data", "eval", "train", "checkpoint", "plugins")

@@ -1,0 +1,139 @@
+"""Commands that measure and forecast: `bench`, `tune` and `plan`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..base.sizes import SIZES
+from .options import Launch, Overrides, RecipeFile, Without, same_words
+
+Rounds = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Each runs everything once; fewer than 3 cannot tell."),
+]
+Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]
+Warmup = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")]
+Instead = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME:KEY=VALUE",
+        help="Where plugin NAME is off, set a key: bfd_packing:train.micro_batch=8.",
+    ),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Leave this plugin on in every run."),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Measure only this plugin."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Where to write. Default: OUTPUT-bench."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench.")]
+
+
+def bench(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    rounds: Rounds = 5,
+    steps: Steps = 10,
+    warmup: Warmup = 3,
+    launch: Launch = "",
+    instead: Instead = None,
+    keep: Keep = None,
+    only: Only = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure what each plugin does to speed, memory and results."""
+    from ..output.folder import ensure_inputs
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from ..lab import bench as lab
+
+    settings = {
+        "rounds": rounds,
+        "steps": steps,
+        "warmup": warmup,
+        "launch": launch,
+        "instead": instead or [],
+    }
+    lab.bench(loaded, active, recipe, settings, keep or [], only or [], out, overwrite)
+
+
+def tune(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help=f"Limit per rank, as 20GiB; {SIZES} Default: the GPU's memory, or a rank's share "
+            "of the machine's.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Measured steps of each probe.")
+    ] = 8,
+    launch: Launch = "",
+) -> None:
+    """Find the fastest micro-batch that fits."""
+    from ..output.folder import ensure_inputs
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from ..lab import tune as lab
+
+    words = same_words(recipe, overrides, without)
+    lab.tune(loaded, active, words, memory, steps, launch)
+
+
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="N|MxN", help="Number of GPUs, as 8; or machines x GPUs, as 4x8.")
+    ] = "1",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help=f"Memory of each GPU, as 80GiB; {SIZES} Default: that of --gpu, or of this "
+            "machine's GPU, or of this machine.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="H100, H200, B200, A100, ... Default: any GPU of --memory, or this machine.",
+        ),
+    ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Train some steps on this machine, and correct the forecast."),
+    ] = False,
+) -> None:
+    """Forecast the memory of a run, on GPUs here or elsewhere."""
+    from ..output.folder import ensure_inputs
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from ..lab.forecast import run as forecast
+
+    words = same_words(recipe, overrides, without)
+    forecast.plan(loaded, active, words, forecast.Options(gpus, memory, gpu, probe))
