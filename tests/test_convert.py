@@ -12,8 +12,7 @@ from conftest import ROOT, write_jsonl
 from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, Line
-from plugsft.commands.converting.convert_file import TOOLS, ensure_valid
-from plugsft.commands.converting.recipe_text import recipe_text
+from plugsft.commands.converting.convert_file import TOOLS, ensure_valid, recipe_text
 from plugsft.registry.load import load
 
 USES = json.loads((ROOT / "tests/data/key_uses.json").read_text("utf8"))

@@ -3,8 +3,7 @@
 from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import training
-from .conversion import Conversion, Copied, Tool
-from .sources import hold_out, listed_parts, places, set_sources
+from .conversion import Conversion, Copied, Tool, hold_out, listed_parts, places, set_sources
 
 COPIED: Copied = {
     **training.SHARED,

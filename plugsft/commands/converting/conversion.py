@@ -1,9 +1,10 @@
-"""A configuration of another tool on its way to a recipe, and what a tool's tables hold."""
+"""What another tool sets, on its way to a recipe: its keys, its sources, the tables of a tool."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,18 @@ SECRET = re.compile(
 """Keys whose values are never printed."""
 TOKEN = re.compile(r"\b(hf_\w{8,}|sk-[\w-]{8,}|wandb_v1_\w+|[0-9a-f]{40})\b")
 """Values that are secrets, whatever their key: of the hub, and of trackers."""
+READERS: dict[type, TypeAdapter[Any]] = {
+    bool: TypeAdapter(bool),
+    int: TypeAdapter(int),
+    float: TypeAdapter(FiniteFloat),
+    str: TypeAdapter(str, config={"coerce_numbers_to_str": True}),
+}
+"""Type -> how it is read: YAML takes 1e-5 for a text, and a name for a number."""
+CONFIG = (
+    "a source has no configurations; download the files of this one, and use data.source = FILE"
+)
+
+
 Copied = Mapping[str, tuple[str, Any]]
 """Key -> the recipe's key, and the tool's default; a type, if without the key no line is needed.
 
@@ -177,15 +190,6 @@ class Tool:
         return UNKNOWN
 
 
-READERS: dict[type, TypeAdapter[Any]] = {
-    bool: TypeAdapter(bool),
-    int: TypeAdapter(int),
-    float: TypeAdapter(FiniteFloat),
-    str: TypeAdapter(str, config={"coerce_numbers_to_str": True}),
-}
-"""Type -> how it is read: YAML takes 1e-5 for a text, and a name for a number."""
-
-
 def printable(text: str) -> str:
     """Return a text for a comment, where TOML has no control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
@@ -214,3 +218,100 @@ def _spell(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     line = printable(TOKEN.sub("...", " ".join(text.split())))
     return line if len(line) <= 60 else line[:57] + "..."
+
+
+def part(source: object, split: object = None, weight: float = 1.0) -> dict[str, Any]:
+    """Return a table of data.sources, without its defaults."""
+    table: dict[str, Any] = {"source": str(source)}
+    if split not in (None, "", "train"):
+        table["split"] = str(split)
+    return table if weight == 1.0 else {**table, "weight": weight}
+
+
+def listed_parts(c: Conversion, key: str) -> list[dict[str, Any]]:
+    """Return the sources of a list of data sets, as axolotl and TRL write it."""
+    parts = []
+    for place in places(c, key):
+        if c.get(f"{place}.config", "main") not in ("default", "main"):
+            c.leave(f"{place}.config", CONFIG)
+        path = c.get(f"{place}.path", c.get(f"{place}.id"))
+        files = c.get(f"{place}.data_files", path)
+        if files is None:
+            raise RecipeError(f"{c.path}: {place} has no path; set it")
+        split, weight = c.get(f"{place}.split"), c.read(f"{place}.weight", 1.0)
+        files = files if isinstance(files, list) else [files]
+        parts += [part(name, split, weight) for name in files]
+    return parts
+
+
+def places(c: Conversion, key: str) -> list[str]:
+    """Return the keys of a list's tables."""
+    return [f"{key}[{index}]" for index in range(len(c.get(key)))]
+
+
+def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
+    """Write the sources that `part` returned."""
+    keys = [key] if isinstance(c.get(key), str) else []
+    if len(sources) != 1 or "weight" in sources[0]:
+        c.set("data.sources", sources, *keys)
+        return
+    for option, value in sources[0].items():
+        c.set(f"data.{option}", value, *keys)
+
+
+@cache
+def count_rows(path: Path) -> int | None:
+    """Count the rows of a jsonl or json file that lies here."""
+    try:
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text("utf8"))
+            return len(rows) if isinstance(rows, list) else None
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
+
+
+def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
+    """Return the splits of training and evaluation: the last rows are held out."""
+    middle = round(100 - 100 * size, 6)
+    if size < 1 and middle.is_integer() and middle < 100:
+        rest = f"{middle:g}%"
+    else:
+        known = count_rows(Path(path))
+        rows = max(1, round(known * size)) if known and size < 1 else size
+        rest = "" if rows % 1 else f"-{rows:g}"
+    return None if "[" in split or not rest else (f"{split}[:{rest}]", f"{split}[{rest}:]")
+
+
+def hold_out(c: Conversion, key: str, size: float) -> bool:
+    """Hold rows out for evaluations; name the key if that cannot be written."""
+    source, split = c.value("data.source"), c.value("data.split") or "train"
+    splits = split_off(split, size, source) if source else None
+    if splits is None:
+        c.leave(
+            key,
+            "no split can be written for it; use data.split and eval.split with slices, such as "
+            '"train[:95%]" and "train[95%:]"',
+        )
+        return False
+    c.set("data.split", splits[0], key)
+    c.set("eval.split", splits[1], key, comment=f"{c.tool} draws these rows at random")
+    return True
+
+
+def first_row(c: Conversion) -> dict[str, Any]:
+    """Return the first row of a source that is a jsonl or json file here, else nothing."""
+    sources = c.value("data.sources") or [{"source": c.value("data.source")}]
+    path = Path(str(sources[0]["source"]))
+    try:
+        if path.suffix == ".json":
+            row = json.loads(path.read_text("utf8"))[0]
+        else:
+            with path.open(encoding="utf8") as rows:
+                row = json.loads(next(rows, "{}"))
+    except (OSError, ValueError, LookupError):
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -1,22 +1,127 @@
-"""Convert a file, check the recipe, and write it."""
+"""Convert a file: read its settings, name the tool, write the recipe."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+import yaml
+
 from ...base.console import say
-from ...base.errors import PlugsftError, RecipeError, choices
-from ...base.limits import parse_toml
+from ...base.errors import PlugsftError, RecipeError, choices, reason_of
+from ...base.limits import TABLES, NestedTooDeep, parse_toml, read_text
+from ...recipe.read_yaml import MOST_VALUES
 from ...registry.load import resolve
 from ..overview import schema_text
-from ..starting_files import SCHEMA, write_files
+from ..starting_files import POINTER, SCHEMA, write_files
 from . import axolotl, llamafactory, trl
-from .conversion import Conversion, Tool
-from .read_settings import read_settings
-from .recipe_text import launch_line, left_lines, recipe_text
+from .conversion import Conversion, Tool, printable
 
+ORDER = ("model", "data", "eval", "train", "checkpoint", "plugins")
+"""The tables of a recipe, in order."""
 TOOLS = {"axolotl": axolotl.TOOL, "llamafactory": llamafactory.TOOL, "trl": trl.TOOL}
 """Value of --from -> the tool."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a file."""
+    try:
+        text = read_text(path)
+        # JSON is YAML, but for tabs; _Loader is a SafeLoader.
+        settings = yaml.load(text.replace("\t", " ") if path.suffix == ".json" else text, _Loader)
+        if sum(1 for _ in islice(values(settings), MOST_VALUES + 1)) > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values, as its aliases repeat them")
+        json.dumps(settings, default=str, ensure_ascii=False).encode()  # keys and letters
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
+    except (TypeError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"{path}: cannot be read as YAML or JSON: {reason_of(error)}") from error
+    if not isinstance(settings, dict) or not settings:
+        raise RecipeError(
+            f"{path}: has no settings; name a configuration of axolotl, LLaMA-Factory or TRL"
+        )
+    return {str(key): value for key, value in settings.items()}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Loads YAML; refuses keys that are written twice, of which the last would win silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, seen = super().compose_mapping_node(anchor), set[str]()
+        for name in [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]:
+            if name.value in seen:
+                line = name.start_mark.line + 1
+                raise ValueError(f"{name.value} is written twice, again at line {line}; remove one")
+            seen.add(name.value)
+        return node
+
+
+def values(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value, and all values inside it."""
+    if depth > TABLES:
+        raise NestedTooDeep(f"nested deeper than {TABLES} levels")
+    yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from values(inner, depth + 1)
+
+
+def recipe_text(c: Conversion, name: Path) -> str:
+    """Return the whole recipe."""
+    tables: dict[str, Any] = {table: {} for table in ORDER}
+    for key, line in c.lines.items():
+        *above, option = key.split(".")
+        table = tables
+        for each in above:
+            table = table.setdefault(each, {})
+        table[option] = line.value
+    try:
+        text = tomli_w.dumps({key: table for key, table in tables.items() if table})
+    except TypeError as error:
+        raise RecipeError(f"{c.path}: a list or table has an empty value; set it") from error
+    lines = [
+        POINTER.strip(),
+        f"# Converted by plugsft from {printable(c.path.name)}, which is for {c.tool}.",
+        "# The comments hold its settings.",
+        "#",
+        f"#   plugsft check {name}",
+        f"#   plugsft inspect {name}      # the tokens that are trained",
+        f"#   {launch_line(c, name)}",
+        "",
+        *_with_comments(c, text),
+    ]
+    if c.left:
+        lines += ["", f"# Settings of {c.tool} that are not converted:"]
+        lines += [f"#   {line}" for line in left_lines(c)]
+    return "\n".join(lines) + "\n"
+
+
+def launch_line(c: Conversion, name: Path) -> str:
+    """Return the command that trains."""
+    if c.gpus == 1 and not c.launcher:
+        return f"plugsft {name}"
+    strategy = f" --strategy {c.launcher}" if c.launcher else ""
+    return f"plugsft launch {name} --ranks {c.gpus}{strategy}"
+
+
+def left_lines(c: Conversion) -> list[str]:
+    """Return a line for each key that is not converted: key, value and reason."""
+    return [printable(f"{key} = {c.shown(key)}: {reason}") for key, reason in c.left.items()]
+
+
+def _with_comments(c: Conversion, text: str) -> list[str]:
+    """Return the lines of a recipe, each with the settings that it comes from."""
+    lines, table = [], ""
+    for line in text.strip().split("\n"):
+        if line.startswith("["):
+            table = line.strip("[]")
+        name = line.partition(" = ")[0]
+        key = table if line.startswith("[") else f"{table}.{name}" if table else name
+        comment = printable(c.lines[key].comment) if key in c.lines else ""
+        lines.append(f"{line.ljust(32)} # {comment}" if comment else line)
+    return lines
 
 
 def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> Conversion:

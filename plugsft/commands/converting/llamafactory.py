@@ -5,9 +5,8 @@ from typing import Any
 
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
-from . import trainer, training
-from .conversion import Conversion, Copied, Tool
-from .sources import CONFIG, count_rows, hold_out, part, set_sources
+from . import training
+from .conversion import CONFIG, Conversion, Copied, Tool, count_rows, hold_out, part, set_sources
 
 INFO = "dataset_info.json"
 COLUMNS = {
@@ -60,7 +59,7 @@ def convert(c: Conversion) -> None:
         _set_lora(c)
     if c.get("quantization_bit"):
         training.set_quantization(c, c.read("quantization_bit", 4), "quantization_bit")
-    trainer.set_training(c, 5e-5)
+    training.set_training(c, 5e-5)
     if not c.read("disable_gradient_checkpointing", False):
         c.set("plugins.gradient_checkpointing", {}, "disable_gradient_checkpointing")
 
@@ -182,7 +181,7 @@ TOOL = Tool(
     ),
     convert=convert,
     unlike={
-        **trainer.UNLIKE,
+        **training.TRAINER_UNLIKE,
         "template": "LLaMA-Factory brings a template of this name; here the model's own writes the "
         "rows; use model.chat_template = FILE.jinja for another, and `plugsft inspect` to see it",
         "image_max_pixels": MEDIA,
@@ -194,9 +193,9 @@ TOOL = Tool(
         "export_size": EXPORT,
         "export_device": EXPORT,
     },
-    usual=trainer.USUAL,
+    usual=training.TRAINER_USUAL,
     same=(
-        *trainer.SAME,
+        *training.TRAINER_SAME,
         *LORA,
         *("lora_rank", "lora_alpha", "lora_target"),
         *("pref_loss", "pref_beta", "pref_ftx", "packing"),

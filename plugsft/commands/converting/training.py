@@ -1,4 +1,4 @@
-"""Batches, schedules, intervals, adapters and optimizers: what the tools share."""
+"""Settings of training that the tools share, and arguments of transformers' trainer."""
 
 import json
 import math
@@ -9,8 +9,7 @@ from typing import get_args
 
 from ...base.console import format_count
 from ...recipe.tables import Schedule
-from .conversion import Conversion, Copied
-from .sources import count_rows
+from .conversion import Conversion, Copied, count_rows
 
 SHARED: Copied = {
     "trust_remote_code": ("model.trust_remote_code", bool),
@@ -53,6 +52,29 @@ AT_END = {"checkpoint.every": 0, "eval.every": 2**31 - 1}
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 FLASH = ("flash_attention", "fa2", "fa3", "flex_attention", "xformers", "kernels-community/")
 """How the names of fast attention kernels begin."""
+TRAINER_COPIED: Copied = {
+    **SHARED,
+    "output_dir": ("output", "trainer_output"),
+    "save_total_limit": ("checkpoint.keep", int),
+    "torch_compile": ("plugins.compile", dict),
+    "dataset_num_proc": ("plugins.multiprocess_tokenize.workers", int),
+    "preprocessing_num_workers": ("plugins.multiprocess_tokenize.workers", int),
+}
+TRAINER_SAME = (
+    *SAME,
+    *("ddp_timeout", "dataloader_num_workers", "overwrite_output_dir", "plot_loss"),
+    *("do_eval", "per_device_eval_batch_size", "log_level"),
+    *("hub_model_id", "hub_strategy", "eval_steps", "eval_strategy"),
+    *("save_steps", "warmup_ratio", "fsdp", "group_by_length"),
+)
+"""Keys that need no line."""
+TRAINER_USUAL = {"do_train": (True,), "logging_strategy": ("steps",)}
+"""Keys that need no line if they have these values."""
+TRAINER_UNLIKE = {
+    **UNLIKE,
+    "hub_token": "a recipe holds no secrets; use the environment variable HF_TOKEN",
+}
+"""Keys that are not converted."""
 
 
 def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) -> None:
@@ -269,3 +291,53 @@ def set_launcher(c: Conversion) -> None:
         c.launcher = ""
     for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         c.copy({f"fsdp_config.{key}": ("plugins.gradient_checkpointing", dict)})
+
+
+def set_training(c: Conversion, rate: float) -> None:
+    """Write what the trainer reads; sources, packing and adapters come before."""
+    c.copy(TRAINER_COPIED)
+    c.copy(
+        {"learning_rate": ("train.learning_rate", rate), "model_name_or_path": ("model.path", str)}
+    )
+    if c.get("model_revision") != "main":
+        c.copy({"model_revision": ("model.revision", str)})
+    set_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
+    set_length(c, "num_train_epochs", 3.0)
+    set_schedule(c, "lr_scheduler_type", "linear")
+    set_warmup(c, 0.0)
+    set_optimizer(c, "optim")
+    set_precision(c, default=c.tool == "TRL")
+    set_attention(c, c.first("attn_implementation", "flash_attn"))
+    every = 10 if c.tool == "TRL" else 500
+    c.copy({"logging_steps": ("train.log_every", every)})
+    set_saving(c, "steps")
+    _set_evaluation(c, float(every))
+    set_trackers(c, c.names("report_to"), "report_to", "run_name", "project")
+    _set_push(c)
+    if "plugins.lora.r" not in c.lines:
+        c.copy({"use_liger_kernel": ("plugins.liger", dict)})
+    c.copy({"use_liger_kernel": ("plugins.fused_loss", dict)})
+    if not packs(c):
+        c.copy({"group_by_length": ("plugins.length_group", dict)})
+    set_launcher(c)
+
+
+def _set_evaluation(c: Conversion, every: float) -> None:
+    """Write the steps between evaluations, if [eval] has rows."""
+    if c.value("eval.split") is None:
+        return
+    if c.read("eval_strategy", "no") == "epoch":
+        set_each_epoch(c, "eval.every", "eval_strategy")
+    else:
+        name = c.first("eval_steps", "logging_steps")
+        set_interval(c, "eval.every", c.read(name, every), name)
+
+
+def _set_push(c: Conversion) -> None:
+    """Write the upload to the hub."""
+    if c.read("push_to_hub", False):
+        folder = c.read("output_dir", "model").rstrip("/")
+        name = c.read("hub_model_id", folder.rpartition("/")[2])
+        c.set("plugins.push.to", name, "push_to_hub", "hub_model_id")
+        every = "model" if c.get("hub_strategy") == "end" else "checkpoint"
+        c.set("plugins.push.every", every, "hub_strategy")

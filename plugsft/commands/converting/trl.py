@@ -1,9 +1,17 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`."""
 
 from ...base.errors import RecipeError
-from . import trainer, training
-from .conversion import Conversion, Copied, Tool
-from .sources import first_row, hold_out, listed_parts, part, set_sources
+from . import training
+from .conversion import (
+    Conversion,
+    Copied,
+    Tool,
+    first_row,
+    hold_out,
+    listed_parts,
+    part,
+    set_sources,
+)
 
 RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 """Trainer -> TRL's default learning rate."""
@@ -55,7 +63,7 @@ def convert(c: Conversion) -> None:
     for bits in (4, 8):
         if c.read(f"load_in_{bits}bit", False):
             training.set_quantization(c, bits, f"load_in_{bits}bit")
-    trainer.set_training(c, RATES[c.trainer])
+    training.set_training(c, RATES[c.trainer])
     if c.read("gradient_checkpointing", True):
         c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
     key = c.first("dtype", "torch_dtype")
@@ -163,15 +171,19 @@ TOOL = Tool(
     ),
     convert=convert,
     unlike={
-        **trainer.UNLIKE,
+        **training.TRAINER_UNLIKE,
         "packing_strategy": 'it cuts examples; use "bfd", which keeps them whole',
         "dataset_text_field": "use data.columns = { text = ... }",
         "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
         "data.max_length, as in TRL 1; use data.too_long",
     },
-    usual={**trainer.USUAL, "dataset_text_field": ("text",), "packing_strategy": ("bfd", "ffd")},
+    usual={
+        **training.TRAINER_USUAL,
+        "dataset_text_field": ("text",),
+        "packing_strategy": ("bfd", "ffd"),
+    },
     same=(
-        *trainer.SAME,
+        *training.TRAINER_SAME,
         *LORA,
         *("lora_target_modules", "beta", "max_seq_length"),
         *("dataset_mixture.seed", "dataset_mixture.datasets[].columns"),
