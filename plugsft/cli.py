@@ -16,9 +16,8 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .base.console import print_error, say
-from .base.errors import PlugsftError, RecipeError, Stopped, choices
+from .base.errors import PlugsftError, RecipeError, Stopped, choices, quiet_libraries, refusal_of
 from .base.launch_files import explain_missing
-from .base.refusals import quiet_libraries, refusal_of
 from .commands import data, lab, model, recipes, show, train
 from .commands.options import RECIPES
 

@@ -11,12 +11,12 @@ from accelerate.utils import DistributedType, set_seed
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from .base.atomic import step_folder
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import format_count, say
 from .base.errors import Stopped
 from .base.machine import Machine
-from .base.step_folders import step_folder
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .data.defaults import DataDefaults

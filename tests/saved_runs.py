@@ -8,7 +8,7 @@ import torch
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file
 
-from plugsft.base.step_folders import list_checkpoints, parse_step
+from plugsft.base.atomic import list_checkpoints, parse_step
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks.shard_files import ShardReader
 

@@ -14,8 +14,7 @@ from plugin_packages import activate, install
 from test_resume import FSDP2, on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plugsft.base.atomic import damage
-from plugsft.base.step_folders import step_folder
+from plugsft.base.atomic import damage, step_folder
 from plugsft.model.load import Load
 from plugsft.output.checkpoint import Checkpoints
 from plugsft.ranks.sharding import shard_model, train_state_of

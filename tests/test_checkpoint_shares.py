@@ -10,8 +10,7 @@ import pytest
 from test_resume import FSDP2, Run, on_ranks
 
 from plugsft import PlugsftError
-from plugsft.base.atomic import MANIFEST
-from plugsft.base.step_folders import list_checkpoints
+from plugsft.base.atomic import MANIFEST, list_checkpoints
 from plugsft.ranks import shard_files
 
 RANKS = 4

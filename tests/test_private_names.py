@@ -615,7 +615,7 @@ OTHERS = {
     **dict.fromkeys(
         ("_path", "_normalized_name"),
         Use(
-            "plugsft/base/refusals.py",
+            "plugsft/base/errors.py",
             "the folder and the name of a package whose metadata nobody can read",
             a_package_has_a_folder_and_a_name,
         ),

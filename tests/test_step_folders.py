@@ -12,8 +12,15 @@ from conftest import run_plugsft
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from plugsft.base.atomic import MANIFEST, damage, publish, stamp
-from plugsft.base.step_folders import list_checkpoints, parse_step, step_folder
+from plugsft.base.atomic import (
+    MANIFEST,
+    damage,
+    list_checkpoints,
+    parse_step,
+    publish,
+    stamp,
+    step_folder,
+)
 from plugsft.output.folder import newest_checkpoint
 from plugsft.output.same_run import STATE
 

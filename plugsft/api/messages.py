@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..base.errors import LaunchError, PlugsftError
-from ..base.refusals import quiet_libraries, refusal_of
+from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 
 ARGUMENTS = {
     "overwrite": "overwrite=True",

@@ -19,10 +19,9 @@ from typing import TextIO
 
 import psutil
 
-from ..base.errors import LaunchError, PlugsftError
+from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
-from ..base.refusals import quiet_libraries, refusal_of
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable

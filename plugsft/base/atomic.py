@@ -26,6 +26,14 @@ FINISHED_FILES = "data-*"
 """Files of a dead builder that the next builder uses."""
 STALE_SECONDS = 86_400
 """Age at which other machines' unfinished builds are removed."""
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}-(\d+)\.tmp")
+"""A temporary name of any machine; no other program makes such names."""
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+"""Errors of writes to an open file, for which Python names no file."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
+"""The system's error number in the text of an error, from Rust and from shutil."""
+STEP = re.compile(r"step-([0-9]+)")
 
 
 def _host_id() -> str:
@@ -38,13 +46,6 @@ def _host_id() -> str:
 
 
 HOST_ID = _host_id()
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}-(\d+)\.tmp")
-"""A temporary name of any machine; no other program makes such names."""
-WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-"""Errors of writes to an open file, for which Python names no file."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
-"""The system's error number in the text of an error, from Rust and from shutil."""
 
 IsComplete = Callable[[Path], bool]
 """Whether a folder needs no (new) build."""
@@ -327,3 +328,21 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after a step."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def parse_step(path: Path) -> int | None:
+    """Return the step of a checkpoint folder; None for any other name."""
+    match = STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the published checkpoints of a run, in the order of their steps."""
+    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*")]
+    numbered = [(step, path) for step, path in steps if step is not None and is_published(path)]
+    return [path for _, path in sorted(numbered)]

@@ -14,9 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from .errors import PlugsftError
 from .machine import env_number
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
+"""A web address with a query."""
+SIZES = "GiB is 2^30 bytes, GB 10^9."
+"""The help of each option that reads a size."""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
 CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 """Control characters -> pictures of them, as many."""
 
@@ -42,9 +50,6 @@ _console = partial(_Console, soft_wrap=True, highlight=False, emoji=False, force
 # A RANK that was left in the environment, without other ranks, silences nothing.
 out = _console(quiet="WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0")
 err = _console(stderr=True)
-
-QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
-"""A web address with a query."""
 
 
 def say(text: str) -> None:
@@ -140,3 +145,14 @@ class _Lines:
                 f"{self._label}: {self._done:,} of {self._total:,} {self._unit}, {note}, "
                 f"about {timedelta(seconds=round(left))} left"
             )
+
+
+UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+
+
+def parse_size(text: str, option: str = "size") -> int:
+    """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in UNITS:
+        raise PlugsftError(f"{option}: given '{text}'; write it as 20GiB, 500MB, or in bytes")
+    return round(float(match[1]) * UNITS[match[2]])

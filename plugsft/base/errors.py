@@ -11,12 +11,51 @@ PlugsftError
 └── TrainError       training itself failed (exit code 1: not a mistake in the input)
 
 A message names the place, the problem and the cure.
+
+Errors of the operating system and of transformers are explained here, too, and messages of
+libraries that nobody needs are hidden.
 """
 
 import errno
+import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import distributions
+from pathlib import Path
+from traceback import extract_tb
+
+from .limits import read_json_object
+
+MEMORY = (
+    "out of memory",
+    "allocate memory",
+    "Cannot allocate",
+    "not enough memory",
+    "memory allocation of",  # Rust, in tokenizers and safetensors
+    "bad_alloc",
+    "ALLOC_FAILED",
+)
+"""Out-of-memory messages of torch, CUDA, C++ and the operating system."""
+REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its path is a file"}
+"""Error number of the operating system -> plain words, where its own are not."""
+REFUSED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY),  # of a file server
+)
+"""Errors of the operating system whose own message is enough."""
+QUIET = ("bitsandbytes", "torchao", "torch.utils._pytree")
+"""Loggers that warn of packages that no run needs; peft imports these if they are installed."""
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+)
+"""Model files with one JSON object each."""
+TRUST = "trust_remote_code"
+"""Occurs in each error of transformers about a model's own code."""
 
 
 class PlugsftError(Exception):
@@ -66,28 +105,12 @@ class TrainError(PlugsftError):
     exit_code = 1
 
 
-MEMORY = (
-    "out of memory",
-    "allocate memory",
-    "Cannot allocate",
-    "not enough memory",
-    "memory allocation of",  # Rust, in tokenizers and safetensors
-    "bad_alloc",
-    "ALLOC_FAILED",
-)
-"""Out-of-memory messages of torch, CUDA, C++ and the operating system."""
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Tell whether an error or its cause is an out-of-memory error."""
     if isinstance(error, MemoryError) or any(message in str(error) for message in MEMORY):
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and out_of_memory(cause)
-
-
-REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its path is a file"}
-"""Error number of the operating system -> plain words, where its own are not."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -116,3 +139,67 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     names = {option.lower(): option for option in options}
     close = get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean '{names[close[0]]}'?" if close else ""
+
+
+def refusal_of(error: Exception) -> PlugsftError | None:
+    """Return an operating system's refusal, or a broken package, as an error of one line."""
+    if any("importlib/metadata" in frame.filename for frame in extract_tb(error.__traceback__)):
+        return _broken_package()
+    if not isinstance(error, OSError):
+        return None
+    # An error with notes comes from a plugin or names rows, and needs its traceback.
+    if error.errno not in REFUSED or hasattr(error, "__notes__"):
+        return None
+    refused = PlugsftError(f"{error.filename or 'disk'}: {reason_of(error)}")
+    refused.__cause__ = error
+    return refused
+
+
+def _broken_package() -> PlugsftError | None:
+    """Name an installed package whose metadata no library can read: pydantic reads all."""
+    for package in distributions():
+        try:
+            # What is left of a removed package may have no name, which only this one needs.
+            _ = package.entry_points, package.metadata, getattr(package, "_normalized_name", "")
+        except Exception as error:  # importlib passes on all errors of its parsers
+            return PlugsftError(
+                f"{getattr(package, '_path', package)}: the metadata of this package is broken "
+                f"({reason_of(error)}); install it again, or remove the folder"
+            )
+    return None
+
+
+def quiet_libraries() -> None:
+    """Show only errors of the loggers in QUIET."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def explain_load_error(path: str, error: Exception) -> str:
+    """Return the reason: a broken file of the folder, or transformers' message."""
+    for name in SETTINGS:
+        file = Path(path) / name
+        try:
+            if file.is_file():
+                read_json_object(file)
+        except (OSError, ValueError) as broken:
+            return f"{name}: {reason_of(broken)}. Download the file again"
+    if "couldn't find them in the cached files" in str(error):
+        return (
+            "there is no such folder, it is not in the hub's cache, and the hub cannot be reached. "
+            "Name a folder, or connect (and unset HF_HUB_OFFLINE)"
+        )
+    first, _, rest = str(error).strip().partition("\n")
+    # "Validation error for field 'x':" has its reason on the next line.
+    detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
+    return f"{type(error).__name__}: {first}{detail}{trust_hint(error)}"
+
+
+def trust_hint(error: Exception) -> str:
+    """Return how to allow a model's or tokenizer's own code, if the error is about that."""
+    if TRUST not in str(error):
+        return ""
+    return (
+        ". Python code that comes with a model runs only if you allow it: model.trust_remote_code "
+        "= true in your recipe, or --trust-remote-code for chat and export"
+    )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..base.sizes import SIZES
+from ..base.console import SIZES
 from .options import Launch, Overrides, RecipeFile, Without, same_words
 
 Rounds = Annotated[

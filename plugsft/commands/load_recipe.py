@@ -7,8 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..base.console import say
-from ..base.hub_names import is_hub_name
-from ..recipe.tables import Recipe
+from ..recipe.tables import Recipe, is_hub_name
 from ..registry.active import Active
 from ..registry.load import load
 

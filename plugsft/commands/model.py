@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..base.errors import PlugsftError
-from ..base.hub_names import HUB
+from ..recipe.tables import HUB
 from .options import Trusted, Without
 
 MODELS = "Default: as the model's generation_config says."

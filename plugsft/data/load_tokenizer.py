@@ -14,9 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.utils.hub import cached_file
 
 from ..base.console import say
-from ..base.errors import RecipeError, reason_of
+from ..base.errors import RecipeError, explain_load_error, reason_of
 from ..base.limits import read_json_object
-from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import Model
 from ..tokens.tokenizer import Tokenizer, lighten

@@ -11,15 +11,15 @@ import tomli_w
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ..base.atomic import parse_step
 from ..base.console import hide_queries
 from ..base.errors import PlugsftError
-from ..base.hub_names import is_hub_name
 from ..base.limits import parse_toml, read_text
-from ..base.step_folders import parse_step
 from ..output.folder import ADAPTER, as_of, base_model, read_run
 from ..output.results import describe
 from ..output.run_record import RunRecord
 from ..recipe.capabilities import Capability
+from ..recipe.tables import is_hub_name
 from .folder import is_reward_model
 
 CARD = "README.md"

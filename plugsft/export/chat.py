@@ -18,8 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..base.atomic import warn_of_changes
 from ..base.console import is_terminal, out, say
-from ..base.errors import PlugsftError
-from ..base.load_errors import TRUST, explain_load_error
+from ..base.errors import TRUST, PlugsftError, explain_load_error
 from ..data.load_tokenizer import pad_id
 from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns

@@ -19,8 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ..base.atomic import MANIFEST, publish, temporary_ending
 from ..base.checksums import file_digest
 from ..base.console import say
-from ..base.errors import CheckpointError, PlugsftError
-from ..base.load_errors import explain_load_error
+from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults

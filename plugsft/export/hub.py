@@ -13,12 +13,11 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from ..base.atomic import MANIFEST
+from ..base.atomic import MANIFEST, parse_step
 from ..base.console import format_count, format_size, hide_queries, is_terminal, say
 from ..base.errors import PlugsftError
-from ..base.hub_names import HUB
-from ..base.step_folders import parse_step
 from ..output.folder import ADAPTER, base_model
+from ..recipe.tables import HUB
 from .card import CARD, card_for, is_edited, run_of
 from .folder import ensure_no_links
 

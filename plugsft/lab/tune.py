@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.console import format_count, format_size, out, say
+from ..base.console import format_count, format_size, out, parse_size, say
 from ..base.errors import PlugsftError, RecipeError
 from ..base.machine import look
-from ..base.sizes import parse_size
 from ..base.types import Ints
 from ..batches.defaults import BatchDefaults
 from ..batches.estimate import EstimatedColumns

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import transformers
 
-from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
+from ..base.errors import (
+    PlugsftError,
+    RecipeError,
+    TrainError,
+    explain_load_error,
+    out_of_memory,
+    reason_of,
+)
 from ..base.limits import path_inside, read_json_object
-from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
 from .context import ensure_context
 

@@ -13,10 +13,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.atomic import Stamp, damage, discard, is_published, publish, write_json, writing
+from ..base.atomic import (
+    Stamp,
+    damage,
+    discard,
+    is_published,
+    list_checkpoints,
+    parse_step,
+    publish,
+    step_folder,
+    write_json,
+    writing,
+)
 from ..base.console import say
 from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
-from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE

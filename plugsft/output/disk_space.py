@@ -4,10 +4,10 @@ from pathlib import Path
 
 import huggingface_hub
 
+from ..base.atomic import list_checkpoints
 from ..base.console import format_size
 from ..base.errors import RecipeError
 from ..base.machine import free_disk
-from ..base.step_folders import list_checkpoints
 from ..model.config import load_config
 from ..recipe.tables import Model, Recipe, Scratch
 from ..registry.active import Active

@@ -12,11 +12,18 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import HOST_ID, foreign_files, is_published, warn_of_changes, writing
+from ..base.atomic import (
+    HOST_ID,
+    foreign_files,
+    is_published,
+    list_checkpoints,
+    parse_step,
+    warn_of_changes,
+    writing,
+)
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
 from ..base.limits import parse_json, parse_toml, read_json_object, read_text
-from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .run_record import SAMPLES, RunRecord, read_metrics

@@ -11,11 +11,10 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from ..base.atomic import discard, is_published, write_text, writing
+from ..base.atomic import discard, is_published, list_checkpoints, write_text, writing
 from ..base.console import hide_queries, say
 from ..base.errors import PlugsftError, reason_of
 from ..base.machine import Machine, peak_memory
-from ..base.step_folders import list_checkpoints
 from ..hooks import hookimpl
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe

@@ -33,6 +33,9 @@ Schedule = Literal[
     "polynomial",
     "warmup_stable_decay",
 ]
+HUB = "hub:"
+"""The beginning of `--to` for a repository on the hub."""
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
@@ -469,3 +472,8 @@ def short(value: Any) -> str:
     except ValueError:
         return "a number of more digits than Python writes"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_hub_name(name: str) -> bool:
+    """Tell whether a name belongs to the hub, and is no path here."""
+    return bool(_NAME.fullmatch(name)) and not Path(name).exists()

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from ..base.atomic import damage, is_published, sweep
+from ..base.atomic import damage, is_published, list_checkpoints, sweep
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
 from ..base.limits import read_text
 from ..base.machine import Machine
-from ..base.step_folders import list_checkpoints
 from ..output.folder import (
     describe_results,
     ensure_ours,

@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from ..api.recipes import merged
-from ..base.step_folders import list_checkpoints, parse_step
+from ..base.atomic import list_checkpoints, parse_step
 from .processes import results, workers
 from .tiny_runs import (
     LARGER_MICRO_BATCH,

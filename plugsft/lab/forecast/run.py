@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...base.console import format_size, print_table, progress, say
+from ...base.console import format_size, parse_size, print_table, progress, say
 from ...base.errors import PlugsftError, choices
-from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
