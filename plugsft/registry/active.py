@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 from ..base.checksums import digest, file_digest
-from ..base.console import say
+from ..base.console import print_error, say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine, not_installed
 from ..hooks import CORE, EVERY, Hooks, is_core
@@ -33,7 +34,6 @@ from .contracts import (
     refuse_wrong_metrics,
 )
 from .discover import BUNDLED, FoundPlugin, find, load_class
-from .trace import print_call, trace_calls
 
 
 class Active:
@@ -290,3 +290,29 @@ def _name_plugin(error: Exception, name: str, hook: str) -> None:
     note = f"raised by plugin '{name}', in its hook '{hook}'"
     if note not in getattr(error, "__notes__", ()) and f"plugins.{name}" not in str(error):
         error.add_note(note)
+
+
+def trace_calls(manager: pluggy.PluginManager) -> None:
+    """Print each call that pluggy makes, indented by depth."""
+    # A thread may load batches: each thread has its own depth.
+    local = threading.local()
+
+    def before(*_: object) -> None:
+        local.started = [*getattr(local, "started", ()), time.perf_counter()]
+
+    def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
+        started = local.started.pop()
+        who = ", ".join(impl.plugin_name for impl in reversed(impls))
+        result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
+        print_call(len(local.started), hook, args, who, result, started)
+
+    manager.add_hookcall_monitoring(before, after)
+
+
+def print_call(
+    depth: int, hook: str, arguments: Mapping[str, Any], who: str, result: str, started: float
+) -> None:
+    """Print one call, with the depth at which it was made."""
+    took = (time.perf_counter() - started) * 1e3
+    call = f"{'  ' * depth}{hook}({', '.join(arguments)})"
+    print_error(f"trace {call} by {who} -> {result}, {took:.3f} ms")

@@ -6,10 +6,10 @@ from typing import Any
 
 from ..base.errors import RecipeError, choices
 from ..hooks import PLUGIN
+from ..recipe.capabilities import CAPABILITIES, SHARED
 from ..recipe.read import read, validate
 from ..recipe.tables import COLUMNS, Recipe
 from .active import Active, create, options_of, order
-from .capabilities import provided_by, provided_twice
 from .contracts import SPECS, contract_of, hook_mark, is_stage
 from .discover import find
 
@@ -85,3 +85,23 @@ def _conflicts(
     if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
         for name in sorted({*columns} - {*COLUMNS}):
             yield f"data.columns: unknown name '{name}'{choices(name, COLUMNS, 'known are')}"
+
+
+def provided_by(plugins: Mapping[str, Any]) -> dict[str, list[tuple[str, str | None]]]:
+    """Return each capability of plugins: who provides it, and the option that tunes it."""
+    provided: dict[str, list[tuple[str, str | None]]] = {}
+    for name, plugin in sorted(plugins.items()):
+        for capability, option in contract_of(plugin).provides.items():
+            provided.setdefault(capability, []).append((name, option))
+    return provided
+
+
+def provided_twice(recipe: Recipe) -> Iterator[str]:
+    """Yield capabilities that two plugins provide where one must."""
+    for capability in sorted({*CAPABILITIES} - SHARED):
+        names = [provider.plugin for provider in recipe.providers(capability)]
+        if len(names) > 1:
+            yield (
+                f"plugins.{names[1]}: provides {capability}, and so does '{names[0]}': "
+                "remove one, or switch it off with --without"
+            )
