@@ -3,8 +3,8 @@
 Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for plugins.
 """
 
-from .api.finished_run import FinishedRun
 from .api.functions import generate, inspect, load_run, prepare, train
+from .api.results import FinishedRun
 from .base.atomic import damage, write_text
 from .base.build_once import once
 from .base.checksums import cache_folder, digest

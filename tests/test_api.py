@@ -21,9 +21,9 @@ from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, w
 
 import plugsft
 from plugsft import PlugsftError, hookimpl, plugin, state
-from plugsft.api.finished_run import FinishedRun
 from plugsft.api.isolation import isolated
 from plugsft.api.recipes import opened
+from plugsft.api.results import FinishedRun
 from plugsft.base.checksums import file_digest
 from plugsft.data import sources
 from plugsft.registry.discover import OWN

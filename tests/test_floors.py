@@ -83,7 +83,7 @@ FACES.append(HOUSE / "kit.py")
 FACES.append(HOUSE / "model/answer_loss.py")
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 # Likewise `plugsft.train` and its like, and a run's tables and model.
-LATE += [HOUSE / "start/train.py", HOUSE / "api/functions.py", HOUSE / "api/finished_run.py"]
+LATE += [HOUSE / "start/train.py", HOUSE / "api/functions.py", HOUSE / "api/results.py"]
 
 
 @cache

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.errors import PlugsftError
-from .data import Inspection, PreparedData, inspected_source, prepared_data
-from .finished_run import FinishedRun, Turns
 from .messages import ensure_kind
+from .results import FinishedRun, Inspection, PreparedData, Turns, inspected_source, prepared_data
 
 PathLike = str | Path
 RecipeLike = PathLike | Mapping[str, Any]

@@ -1,11 +1,15 @@
-"""A run's output folder, read: figures, metrics as tables, and the model."""
+"""What `plugsft.prepare`, `inspect` and `load_run` return."""
 
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import PlugsftError
-from .data import table_html
 from .messages import errors
 
 if TYPE_CHECKING:
@@ -13,6 +17,118 @@ if TYPE_CHECKING:
 
     from pandas import DataFrame
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..audit.rows import Audit
+    from ..audit.tokens import InspectedRow
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokens on disk, ready for training."""
+
+    folder: Path
+    """The folder of the training tokens; `data.tokens` of a recipe takes it."""
+    rows: int
+    examples: int
+    tokens: int
+    trained_tokens: int
+    bad_rows: dict[str, int]
+    """Reason -> number of rows that cannot be used."""
+    truncated: int
+    """Examples that were cut to data.max_length."""
+
+
+@dataclass(frozen=True)
+class InspectedSource:
+    """Counts and findings of a source, from all rows or a sample."""
+
+    name: str
+    rows: int
+    """Rows of the whole source."""
+    sampled: int
+    """Rows that were read."""
+    examples: int
+    tokens: int
+    trained_tokens: int
+    lengths: list[int]
+    """Tokens of each example, before long ones are cut or dropped."""
+    bad_rows: dict[str, list[int]]
+    """Reason -> rows that cannot be used."""
+    facts: list[tuple[str, str]]
+    """Labels and texts, as `plugsft inspect` prints them."""
+    warnings: list[str]
+    errors: list[str]
+    """Problems that would stop the run or make training wrong."""
+
+    def _repr_html_(self) -> str:
+        lines = [*self.facts, *(("warning", text) for text in self.warnings)]
+        lines += [("error", text) for text in self.errors]
+        title = f"{self.sampled:,} of {self.rows:,} rows"
+        return table_html([(self.name, title), *lines])
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Rows token by token, and findings about each source."""
+
+    rows: list[InspectedRow]
+    sources: list[InspectedSource]
+
+    @property
+    def errors(self) -> list[str]:
+        """Problems of all sources: they would stop or spoil a run."""
+        return [f"{source.name}: {error}" for source in self.sources for error in source.errors]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of all sources."""
+        return [f"{source.name}: {text}" for source in self.sources for text in source.warnings]
+
+    def _repr_html_(self) -> str:
+        rows = [row._repr_html_() for row in self.rows]
+        return "".join([*rows, *(source._repr_html_() for source in self.sources)])
+
+
+def prepared_data(folder: Path, facts: dict[str, Any]) -> PreparedData:
+    """Return the counts of tokens on disk."""
+    return PreparedData(
+        folder,
+        facts["rows"],
+        facts["examples"],
+        facts["tokens"],
+        facts["trained_tokens"],
+        {reason: entry["count"] for reason, entry in facts["bad_rows"].items()},
+        facts["truncated"]["count"],
+    )
+
+
+def inspected_source(audit: Audit) -> InspectedSource:
+    """Return the counts and findings of an audited source."""
+    sample = audit.sample
+    return InspectedSource(
+        audit.name,
+        audit.total,
+        len(sample.rows),
+        sample.shard.examples,
+        sample.shard.tokens,
+        sample.shard.trained,
+        audit.lengths.tolist(),
+        sample.shard.bad,
+        audit.facts,
+        audit.warnings,
+        audit.errors,
+    )
+
+
+def table_html(lines: Sequence[tuple[str, str]]) -> str:
+    """Return names and texts as a table for notebooks."""
+    left = "style='text-align:left'"
+    rows = "".join(
+        f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(text)}</td></tr>"
+        for name, text in lines
+    )
+    return f"<table>{rows}</table>"
+
 
 Turns = list[dict[str, str]]
 
@@ -52,7 +168,7 @@ class FinishedRun:
         return self.folder / "report.html"
 
     @property
-    def metrics(self) -> "DataFrame":
+    def metrics(self) -> DataFrame:
         """The metrics, with a row for each step.
 
         run.metrics[["step", "loss", "learning_rate"]]
@@ -60,11 +176,11 @@ class FinishedRun:
         return self._table("loss")
 
     @property
-    def evaluations(self) -> "DataFrame":
+    def evaluations(self) -> DataFrame:
         """The metrics of each evaluation; no rows without [eval]."""
         return self._table("eval_loss")
 
-    def model(self) -> "PreTrainedModel":
+    def model(self) -> PreTrainedModel:
         """Return the model as transformers loads it, with its adapters.
 
         It is loaded once, onto a GPU if available, and shared with `generate`.
@@ -72,7 +188,7 @@ class FinishedRun:
         with errors():
             return self._loaded[0]
 
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
         with errors():
             return self._loaded[1]
@@ -86,7 +202,7 @@ class FinishedRun:
 
     def generate(
         self,
-        prompts: "str | Sequence[str | Turns]",
+        prompts: str | Sequence[str | Turns],
         *,
         system: str = "",
         max_tokens: int = 256,
@@ -115,7 +231,7 @@ class FinishedRun:
                 return speaker.answer_all(prompts)
 
     @cached_property
-    def _loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    def _loaded(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         from ..export.answers import Answers
         from ..export.folder import model_folder
 
@@ -132,7 +248,7 @@ class FinishedRun:
 
         return [pair for pair in summarize(self.folder) if pair[0] not in ("machine", "talk")]
 
-    def _table(self, name: str) -> "DataFrame":
+    def _table(self, name: str) -> DataFrame:
         import pandas
 
         from ..output.folder import read_run
