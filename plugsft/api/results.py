@@ -13,8 +13,6 @@ from ..base.errors import PlugsftError
 from .messages import errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pandas import DataFrame
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
