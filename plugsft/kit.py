@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batches.labels import model_inputs, trained_rows
-    from .batches.pack import pack
-    from .batches.packed_rows import attend_per_document, documents_of, single_document
+    from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
     from .data.pairs import render_pairs
     from .data.slice_tasks import ONE_THREAD, SliceResult, tokenize_slice, try_slice
     from .model import fused_head
@@ -67,7 +66,7 @@ def _import_name(name: str) -> Any:
 
         modules = pairs, store, tokenizer
     else:
-        from .batches import labels, pack, packed_rows
+        from .batches import labels, packed_rows
         from .model import (
             answers,
             for_plugins,
@@ -81,7 +80,6 @@ def _import_name(name: str) -> Any:
             return fused_head
         modules = (
             labels,
-            pack,
             packed_rows,
             answers,
             for_plugins,

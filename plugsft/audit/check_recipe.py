@@ -14,10 +14,10 @@ from ..base.errors import RecipeError, reason_of
 from ..base.machine import free_disk, look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
-from ..batches.estimate import EstimatedColumns
 from ..batches.plan import small_data
 from ..data.cache_key import TOKEN_HOOKS
 from ..data.defaults import DataDefaults
+from ..data.sample import EstimatedColumns
 from ..model.config import check_context
 from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
 from ..output.disk_space import (

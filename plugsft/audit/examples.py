@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..batches.estimate import EstimatedColumns
+from ..data.sample import EstimatedColumns
 from ..tokens.store import Tokens
 
 

@@ -7,9 +7,8 @@ import numpy as np
 
 from ..base.console import format_count
 from ..base.errors import DataError
-from ..batches.estimate import EstimatedColumns
 from ..data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
-from ..data.sample import make_work, sample_rows
+from ..data.sample import EstimatedColumns, make_work, sample_rows
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, ensure_columns, open_source
 from ..model.checks import check_weights

@@ -1,12 +1,16 @@
-"""Prepare a sample of rows in a temporary folder, for check and inspect."""
+"""A sample of the rows, and columns of all examples estimated from it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
 
 from ..base.console import format_count, progress
 from ..base.errors import DataError
-from ..base.types import Shard, Slice
+from ..base.types import Ints, Shard, Slice
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.shards import write_index
@@ -79,3 +83,15 @@ def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list
         return Sample(ranges, merge(shards), Tokens(work.folder))
     finally:
         work.folder = folder
+
+
+class EstimatedColumns(dict[str, Any]):
+    """Columns for an estimate, `lengths` among them; one without known values is all 0."""
+
+    def __init__(self, lengths: Ints, columns: Mapping[str, Any] | None = None) -> None:
+        shapes = {"lengths": lengths, "longest": lengths, "sequences": np.ones_like(lengths)}
+        super().__init__({**shapes, **(columns or {})})
+        self._count = len(lengths)
+
+    def __missing__(self, name: str) -> Ints:
+        return np.zeros(self._count, np.int64)

@@ -14,7 +14,7 @@ from ..base.errors import PlugsftError, RecipeError
 from ..base.machine import look
 from ..base.types import Ints
 from ..batches.defaults import BatchDefaults
-from ..batches.estimate import EstimatedColumns
+from ..data.sample import EstimatedColumns
 from ..ranks.precision import on_cpu
 from ..recipe.capabilities import Capability
 from ..recipe.parse import anchored

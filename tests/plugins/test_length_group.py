@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
-from plugsft.batches.estimate import EstimatedColumns
 from plugsft.batches.plan import InOrder, split_over_ranks
+from plugsft.data.sample import EstimatedColumns
 from plugsft.plugins.length_group import LengthGroup
 from plugsft.plugins.length_group.sorted_steps import SortedSteps, count_padded, sort_layout
 from plugsft.recipe.tables import Train

@@ -16,12 +16,11 @@ from ...base.errors import DataError, PlugsftError
 from ...base.machine import look
 from ...base.types import Batch, Ints, Slice
 from ...batches.defaults import BatchDefaults
-from ...batches.estimate import EstimatedColumns
 from ...batches.plan import shuffle
 from ...data.defaults import DataDefaults
 from ...data.load_tokenizer import load_tokenizer
 from ...data.prepare import open_data, open_named_tokens
-from ...data.sample import make_work
+from ...data.sample import EstimatedColumns, make_work
 from ...data.sources import ensure_columns, open_source
 from ...model.config import load_config
 from ...model.defaults import ModelDefaults
