@@ -9,7 +9,7 @@ import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from plugsft.data.chat import Chat
-from plugsft.data.messages import read_turns
+from plugsft.data.formats import read_turns
 from plugsft.recipe.tables import Data
 from plugsft.tokens.tokenizer import Tokenizer
 

@@ -35,8 +35,8 @@ from plugsft.base.console import parse_size
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
-from plugsft.data import cache_key as keys
 from plugsft.data import prepare
+from plugsft.data import prepare as keys
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.recipe.tables import Recipe

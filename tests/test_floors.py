@@ -200,7 +200,7 @@ NAMED = {
     "plugins/fused_loss/loss.py": {"liger"},
     "plugins/low_memory_adam/__init__.py": {"quantize"},  # an extra
     "plugsft/export/quantized.py": {"quantize"},
-    "plugsft/data/unread_columns.py": {"reward"},  # a column
+    "plugsft/data/render.py": {"reward"},  # a column
     "plugins/dpo/objective.py": {"reward"},  # a metric
     "plugins/kto/objective.py": {"reward"},
     # It writes recipes, which name plugins.

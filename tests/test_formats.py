@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from plugsft.data.formats import FORMATS, format_of, read_chat
-from plugsft.data.messages import BadRow, call_variants
+from plugsft.data.formats import FORMATS, BadRow, call_variants, format_of, read_chat
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 SYSTEM = {"role": "system", "content": "be brief"}

@@ -23,11 +23,10 @@ from tokenizers import (
 )
 
 from plugsft.base.types import Rendered, Shard
-from plugsft.data.long_texts import shorten
 from plugsft.data.slices import make_examples, trained_mask
 from plugsft.recipe.tables import Data
 from plugsft.tokens import tokenizer as of_tokenizers
-from plugsft.tokens.tokenizer import encode
+from plugsft.tokens.tokenizer import encode, shorten
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

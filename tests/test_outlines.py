@@ -6,7 +6,7 @@ import pytest
 from test_turns import TEMPLATES, answer, chat_of, conversation
 
 from plugsft.data.chat import Chat
-from plugsft.data.messages import BadRow
+from plugsft.data.formats import BadRow
 from plugsft.recipe.tables import Data
 
 WORDS = ("hello there", "z", "Yes, I do.")

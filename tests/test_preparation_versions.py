@@ -18,10 +18,10 @@ from test_unread_columns import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from plugsft.base.types import Rendered, Shard, Slice
-from plugsft.data.cache_key import VERSIONS
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
+from plugsft.data.prepare import VERSIONS
 from plugsft.data.slices import ShardWriter, make_examples, render, trained_mask
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source

@@ -22,9 +22,9 @@ from plugin_packages import LOUD, activate, install
 from plugsft import DataError, RecipeError
 from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
-from plugsft.data.cache_key import key_of
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
 from plugsft.tokens.store import Tokens
 

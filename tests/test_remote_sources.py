@@ -28,7 +28,7 @@ from conftest import (
 from plugsft import DataError, RecipeError
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
-from plugsft.data.readers import objects, remote
+from plugsft.data.readers import remote
 from plugsft.data.sources import open_source, slices_of
 from plugsft.output.folder import ensure_inputs
 from plugsft.recipe.tables import Data, Source
@@ -297,7 +297,7 @@ def test_cut_connections_are_tried_again(web, monkeypatch):
     monkeypatch.setattr(Handler, "cuts", 2)
     assert rows.read(0, 3) == ROWS[:3] and Handler.cuts == 0
     monkeypatch.setattr(Handler, "cuts", 99)
-    monkeypatch.setattr(objects.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     with pytest.raises(DataError, match="cannot be read after 5 tries"):
         rows.read(0, 3)
 

@@ -22,7 +22,7 @@ from served import (
     thought,
 )
 
-from plugsft.data.messages import BadRow
+from plugsft.data.formats import BadRow
 
 WORDS = ("a", "1", "end", "assistant", '"}', "<b>html</b>", "\u65e5\u672c\u8a9e", "  spaced  ")
 

@@ -16,9 +16,8 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import READ
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
-from plugsft.data.render import render_rows
+from plugsft.data.render import REFUSED, WARNED, render_rows
 from plugsft.data.slices import render
-from plugsft.data.unread_columns import REFUSED, WARNED
 from plugsft.recipe.tables import Data
 from plugsft.registry.load import resolve
 from plugsft.tokens.tokenizer import lighten

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 
 from plugsft.base.errors import RecipeError
-from plugsft.data.readers import objects
+from plugsft.data.readers import remote
 from plugsft.lab.trials import run_process
 from plugsft.model.load import Load
 from plugsft.output.folder import ensure_inputs, lock_output
@@ -215,10 +215,10 @@ class Endless(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_does_not_decide_how_much_is_read(monkeypatch):
-    monkeypatch.setattr(objects, "TRIES", 1)
+    monkeypatch.setattr(remote, "TRIES", 1)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        content, _ = objects._get(f"http://127.0.0.1:{server.server_port}/a.jsonl", 0, 1)
+        content, _ = remote._get(f"http://127.0.0.1:{server.server_port}/a.jsonl", 0, 1)
         server.shutdown()
     assert len(content) == 2 and Endless.sent < 1 << 25
 

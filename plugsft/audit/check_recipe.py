@@ -15,8 +15,8 @@ from ..base.machine import free_disk, look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import small_data
-from ..data.cache_key import TOKEN_HOOKS
 from ..data.defaults import DataDefaults
+from ..data.prepare import TOKEN_HOOKS
 from ..data.sample import EstimatedColumns
 from ..model.config import check_context
 from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup

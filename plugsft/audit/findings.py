@@ -11,9 +11,8 @@ from ..base.console import out
 from ..base.errors import PlugsftError
 from ..base.types import Rows
 from ..data.chat import Chat
-from ..data.formats import TEXTS, format_of, read_chat
+from ..data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
 from ..data.jsonl import name_rows
-from ..data.messages import BadRow, Conversation
 from ..data.prepare import describe_unrolled
 from ..data.render import renamed, without
 from ..data.sample import Sample

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
+from ..data.formats import BadRow
 from ..data.jsonl import name_rows
-from ..data.messages import BadRow
 from ..data.sample import Sample, sample_ranges
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource

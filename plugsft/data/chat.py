@@ -17,9 +17,9 @@ from ..base.errors import DataError
 from ..base.types import Row, Span
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
+from .formats import BadRow, Conversation, call_variants, calls_of, parse_arguments, with_calls
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
-from .messages import BadRow, Conversation, call_variants, calls_of, parse_arguments, with_calls
 from .outlines import Outlines, RenderedChat, Text
 from .turns import ASK, Turn, TurnFinder, Unserved, thoughts_of
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from ..base.types import Row, Span
-from .messages import BadRow, Conversation
+from .formats import BadRow, Conversation
 from .turns import Turn
 
 OPEN, CLOSE = "\u2045", "\u2046"

@@ -7,11 +7,9 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import read_weight
-from .messages import BadRow
-from .render import lead_row, render_as
+from .formats import BadRow, read_weight
+from .render import READERS, lead_row, render_as
 from .turns import common_prefix
-from .unread_columns import READERS
 
 ANSWERS = ("chosen", "rejected")
 SEVERAL = (

@@ -1,20 +1,99 @@
-"""Render rows as text with trained spans: the core's answer to `render`."""
+"""Render rows as text with trained spans: the core's answer to `render`.
+
+Columns that nothing reads, though they change the meaning of a row, are refused.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
 from itertools import compress, starmap
 from operator import lt
 
 from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import SCHEMA, WEIGHT, WEIGHT_RANGE, common_type, is_weight, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat
-from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
-from .messages import BadRow, check_order
+from .formats import READ, TEXTS, BadRow, check_order, format_of, read_chat, read_text, read_weight
 from .outlines import Text
-from .unread_columns import READERS, ensure_read
+
+_LABELS, _PAIRS, _SCORES = (
+    Capability.bundled(name).table
+    for name in ("labelled_answers", "preference_pairs", "reward_model")
+)
+READERS = {
+    "label": _LABELS,
+    **dict.fromkeys(("chosen", "rejected"), f"{_PAIRS} or {_SCORES}"),
+    "margin": _SCORES,
+}
+"""Column -> the bundled plugins that read it."""
+REFUSED = {
+    "label": "tells good answers from bad ones",
+    **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare"),
+    WEIGHT: "says how much a row counts",
+    **dict.fromkeys(
+        ("weights", "sample_weight"), "says how much a row counts ([data.columns] weight names it)"
+    ),
+    **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
+    **dict.fromkeys(("video", "videos"), "holds videos"),
+    **dict.fromkeys(("audio", "audios"), "holds sounds"),
+    "input_ids": "holds tokens that were made elsewhere",
+    "labels": "holds targets that were made elsewhere",
+    **dict.fromkeys(
+        ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
+    ),
+}
+"""Columns that change the meaning of a row -> their own meaning."""
+WARNED = {
+    **dict.fromkeys(
+        ("score", "scores", "reward", "rewards", "rating"),
+        "says how good a row is ([data.columns] weight can weigh rows by it)",
+    ),
+    "margin": "says how much better one answer is",
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps"),
+        "holds log-probabilities of a reference",
+    ),
+    "system": "holds a system prompt",
+    "tools": "holds tools",
+    "chat_template_kwargs": "holds variables of the chat template",
+    "history": "holds earlier turns",
+}
+"""Columns with information that hardly changes the meaning of a row -> their own meaning."""
+_MEANINGFUL = REFUSED.keys() | WARNED.keys()
+
+
+def ensure_read(row: Row, read: Collection[str]) -> list[str]:
+    """Refuse a row with an unread column that changes its meaning; warn of others.
+
+    `read` are the columns that are read. Null or empty columns do not count.
+    """
+    unread = {
+        name: column
+        for name, column in _meaningful(tuple(row))
+        if column not in read and row[column] not in (None, [], "")
+    }
+    for name in REFUSED:
+        if name in unread:
+            add = f"add {READERS[name]} to learn from it, or " if name in READERS else ""
+            raise BadRow(
+                f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
+                f'{add}set data.ignore = ["{unread[name]}"] to train without it'
+            )
+    return [
+        f"'{unread[name]}' {WARNED[name]}, and nothing reads it"
+        + (f" ({READERS[name]} does)" if name in READERS else "")
+        for name in sorted(unread)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _meaningful(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (name in REFUSED or WARNED, column) for columns in any case."""
+    return [(name.lower(), name) for name in columns if name.lower() in _MEANINGFUL]
+
 
 Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], str]
 """A function that renders a row, with warnings, and how its spans are found."""

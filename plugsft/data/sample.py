@@ -15,9 +15,8 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
-from .cache_key import token_plugins
 from .load_tokenizer import data_tokenizer, load_tokenizer, train_tokenizer
-from .prepare import day_of, make_renderer
+from .prepare import day_of, make_renderer, token_plugins
 from .slices import ShardWriter, merge
 from .sources import OpenSource, read_lead_row
 

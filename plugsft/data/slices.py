@@ -29,10 +29,9 @@ from ..tokens.shards import (
     shared_prefix,
     write_shard,
 )
-from ..tokens.tokenizer import Tokenizer, num_bytes
+from ..tokens.tokenizer import Tokenizer, num_bytes, shorten
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
-from .long_texts import shorten
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
 from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import LISTS, hold_tokens, read_tokens

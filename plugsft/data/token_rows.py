@@ -19,8 +19,7 @@ from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.shards import count_true, places_of
 from ..tokens.tokenizer import Tokenizer
-from .formats import format_of, read_weight
-from .messages import BadRow
+from .formats import BadRow, format_of, read_weight
 from .render import judge_columns, lead_row, renamed, without
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"

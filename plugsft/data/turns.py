@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.types import Row
-from .messages import REASONING, BadRow, with_calls
+from .formats import REASONING, BadRow, with_calls
 
 Write = Callable[[list[Row], bool], str]
 """(messages, whether to add the generation prompt) -> text."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..base.console import print_table, say
 from ..base.errors import PlugsftError
-from ..data.cache_key import differences
+from ..data.prepare import differences
 from ..recipe.parse import flatten
 from ..recipe.read import read
 from ..registry.discover import BUNDLED

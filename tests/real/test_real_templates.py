@@ -9,8 +9,8 @@ from conftest import FULL, run_plugsft, write_jsonl, write_recipe
 from downloads import TOKENIZERS, llama_cpp_templates, real_calls, real_chats, unpack_tokenizer
 from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
 
+from plugsft.data.formats import BadRow
 from plugsft.data.load_tokenizer import data_tokenizer, load_tokenizer
-from plugsft.data.messages import BadRow
 from plugsft.data.render import render_rows
 from plugsft.recipe.tables import Data, Model
 
