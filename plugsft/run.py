@@ -26,20 +26,18 @@ from .model.checks import check_recipe, check_weights
 from .model.config import check_ids
 from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
-from .model.packed_model import packed_model
+from .model.packing_proof import packed_model
 from .model.schedule import Schedule, long_warmup
 from .model.tensor_shards import num_weights
 from .output.checkpoint import Checkpoints, ensure_one_output
 from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
-from .ranks.agree import agreed, ending_together, ensure_alike, is_known_to_all
+from .ranks.agree import RankGroup, agreed, ending_together, ensure_alike, is_known_to_all
+from .ranks.failures import keep_beating
 from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries, strategy_name
-from .ranks.load_batches import BatchLoader, GlobalBatch
-from .ranks.node_beats import keep_beating
-from .ranks.optimizer_settings import ensure_uses_settings
-from .ranks.out_of_memory import explain_out_of_memory_in_loading
+from .ranks.load_batches import BatchLoader, GlobalBatch, explain_out_of_memory_in_loading
+from .ranks.param_groups import ensure_uses_settings
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.rank_group import RankGroup
 from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
 from .ranks.step_numbers import can_skip_steps

@@ -16,8 +16,8 @@ from test_precision import SEES
 
 from plugsft.audit.check_recipe import gpu_without_bfloat16
 from plugsft.base.errors import LaunchError, TrainError
-from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.precision import mixed_precision
+from plugsft.ranks.train_state import LossScale
 from plugsft.recipe.tables import Model
 from plugsft.registry.load import load
 

@@ -30,16 +30,19 @@ from transformers import (
 
 from plugsft import Capability, RecipeError
 from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
-from plugsft.model.document_probe import (
+from plugsft.model.packing_proof import (
+    NO_LIMIT_REACHED,
     OWN_CODE,
     ROUTED,
+    Longest,
+    build_small_copy,
     cached_probe,
     find_problem,
+    limits,
     probe_copy,
     prove_on_model,
     prove_on_small_copy,
 )
-from plugsft.model.small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
 PACKING = Capability("bfd_packing", "capacity", None)
 LONGEST = Longest(10**9, 10**9)

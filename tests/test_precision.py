@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft.base.errors import LaunchError
-from plugsft.ranks import launcher, watch_launcher
+from plugsft.ranks import launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
@@ -273,10 +273,9 @@ def test_only_a_launcher_is_watched(monkeypatch, name, watched):
         monkeypatch.delenv(sign, raising=False)
     monkeypatch.setenv(name, "no")
     noted = []
-    for module in (launcher, watch_launcher):
-        monkeypatch.setattr(module, "WATCHED", noted)
-    monkeypatch.setattr(watch_launcher, "_watch", lambda: None)
-    watch_launcher.watch_launcher()
+    monkeypatch.setattr(launcher, "WATCHED", noted)
+    monkeypatch.setattr(launcher, "_watch", lambda: None)
+    launcher.watch_launcher()
     assert bool(noted) == watched
 
 

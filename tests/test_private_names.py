@@ -308,12 +308,12 @@ TORCH = {
         a_call_is_queued_for_the_end_of_a_backward_pass,
     ),
     "_foreach_mul_": Use(
-        "plugsft/ranks/loss_scale.py",
+        "plugsft/ranks/train_state.py",
         "one launch for all gradients, as torch's own optimizers",
         many_tensors_are_multiplied_at_once,
     ),
     "_amp_update_scale_": Use(
-        "plugsft/ranks/loss_scale.py",
+        "plugsft/ranks/train_state.py",
         "a new scale without waiting for the device; GradScaler belongs to one optimizer",
         the_scale_of_a_loss_is_halved_and_doubled,
     ),
@@ -459,8 +459,8 @@ def models_name_their_routers():
 TRANSFORMERS = {
     "_attn_implementation": Use(
         "plugins/dpo_reference/reference_pass.py plugins/flash_attention/kernels.py "
-        "plugsft/lab/forecast/meta_model.py plugsft/model/document_probe.py "
-        "plugsft/model/generate.py plugsft/model/load.py plugsft/model/small_copy.py",
+        "plugsft/lab/forecast/meta_model.py plugsft/model/packing_proof.py "
+        "plugsft/model/generate.py plugsft/model/load.py plugsft/model/packing_proof.py",
         "the attention that a model uses; models read it themselves, under this name only",
         attention_is_named_and_set,
     ),

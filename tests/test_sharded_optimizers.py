@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plugsft import PluginError
-from plugsft.ranks.sharded_optimizers import ensure_suits_zero3
+from plugsft.ranks.sharding import ensure_suits_zero3
 
 
 class NormalizedSGD(torch.optim.Optimizer):

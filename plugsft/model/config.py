@@ -19,8 +19,7 @@ from ..base.errors import (
     reason_of,
 )
 from ..base.limits import path_inside, read_json_object
-from ..recipe.tables import Model, Recipe
-from .context import ensure_context
+from ..recipe.tables import Model, Recipe, ensure_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,7 +17,7 @@ from ..recipe.tables import Train
 from ..tokens.store import Tokens
 from .for_plugins import decay_groups
 from .load import Load
-from .packed_model import PackedModel
+from .packing_proof import PackedModel
 from .schedule import ScheduleDefaults
 
 

@@ -28,10 +28,9 @@ from ..base.atomic import (
 from ..base.console import say
 from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
-from ..ranks.optimizer_parts import first_difference, name_difference
-from ..ranks.optimizer_state import RESUME_ALIKE
-from ..ranks.plugin_state import copy_state
+from ..ranks.param_groups import first_difference, name_difference
 from ..ranks.shard_files import ShardReader, host_has_room, owned_shards, stage, write_shards
+from ..ranks.states import RESUME_ALIKE, copy_state
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
 from ..registry.active import Active

@@ -22,9 +22,8 @@ from ..base.machine import Machine, env_number
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .agree import host_group
-from .failures import failure, store_key
+from .failures import Nodes, ended, failure, launcher_store, store_key
 from .launcher import started_too_few
-from .node_beats import Nodes, ended, launcher_store
 from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}

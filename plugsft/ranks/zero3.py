@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard
-from .optimizer_parts import first_difference, state_name
-from .optimizer_state import (
+from .param_groups import first_difference, state_name
+from .shard_files import ShardReader, dtype_name
+from .states import (
     RESUME_ALIKE,
     STATES,
     Describer,
@@ -21,7 +22,6 @@ from .optimizer_state import (
     dtype_named,
     is_sharded_like_weight,
 )
-from .shard_files import ShardReader, dtype_name
 from .train_state import WEIGHTS, TrainState
 
 

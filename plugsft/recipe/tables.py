@@ -19,8 +19,40 @@ from pydantic import (
 )
 
 from ..base.console import hide_query
-from ..base.errors import reason_of
+from ..base.errors import RecipeError, reason_of
 from .capabilities import Capability, ensure_known
+
+HUB = "hub:"
+"""The beginning of `--to` for a repository on the hub."""
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
+"""The beginning of an address that holds a user and a password."""
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
+TEMPLATES = ("auto", "own")
+"""Values of model.chat_template that are no files."""
+LOSSY = (
+    'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
+    "which rounds away most of a step at a learning rate of 1e-5; add "
+    f'{Capability.bundled("bfloat16_updates").table} with kind = "corrected", which keeps them'
+)
+FORMATS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "conversation": ("conversation",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "preference": ("chosen", "rejected"),
+    "text": ("text",),
+}
+"""Format -> its required columns; the first format that matches a row is used."""
+COLUMNS = [
+    *chain(*FORMATS.values()),
+    *("input", "system", "history", "tools", "chat_template_kwargs", "label", "weight"),
+    *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
+    *("seq_lengths", "position_ids", "attention_mask"),
+]
+"""All columns that are read from rows."""
+
 
 Schedule = Literal[
     "constant",
@@ -33,14 +65,6 @@ Schedule = Literal[
     "polynomial",
     "warmup_stable_decay",
 ]
-HUB = "hub:"
-"""The beginning of `--to` for a repository on the hub."""
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
-"""The beginning of an address that holds a user and a password."""
-VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -96,30 +120,6 @@ Place = Annotated[str, AfterValidator(_expand), PlainSerializer(_recorded, when_
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
-TEMPLATES = ("auto", "own")
-"""Values of model.chat_template that are no files."""
-LOSSY = (
-    'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
-    "which rounds away most of a step at a learning rate of 1e-5; add "
-    f'{Capability.bundled("bfloat16_updates").table} with kind = "corrected", which keeps them'
-)
-FORMATS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "conversation": ("conversation",),
-    "completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "preference": ("chosen", "rejected"),
-    "text": ("text",),
-}
-"""Format -> its required columns; the first format that matches a row is used."""
-COLUMNS = [
-    *chain(*FORMATS.values()),
-    *("input", "system", "history", "tools", "chat_template_kwargs", "label", "weight"),
-    *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
-    *("seq_lengths", "position_ids", "attention_mask"),
-]
-"""All columns that are read from rows."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -477,3 +477,13 @@ def short(value: Any) -> str:
 def is_hub_name(name: str) -> bool:
     """Tell whether a name belongs to the hub, and is no path here."""
     return bool(_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def ensure_context(recipe: Recipe, context: int | None) -> None:
+    """Refuse a data.max_length beyond the context; None: the context is not known."""
+    if context is not None and recipe.data.max_length > context:
+        raise RecipeError(
+            f"data.max_length: given {recipe.data.max_length}, but the model's context is "
+            f"{context} tokens; set data.max_length = {context}"
+            + (", or raise model.scratch.context" if recipe.model.scratch else "")
+        )

@@ -8,11 +8,10 @@ from ..data.render import lead_row, readable_format
 from ..data.slices import describe_unknown_columns
 from ..data.sources import open_source
 from ..data.token_rows import hold_tokens
-from ..model.context import ensure_context
 from ..model.schedule import check_schedule
 from ..output.folder import ensure_inputs
 from ..recipe.capabilities import Capability
-from ..recipe.tables import Data, Model, Recipe, Source
+from ..recipe.tables import Data, Model, Recipe, Source, ensure_context
 from ..registry.active import Active
 
 SLOW = (".json", ".parquet", ".arrow")

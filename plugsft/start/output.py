@@ -18,7 +18,7 @@ from ..output.folder import (
     results_of,
 )
 from ..output.same_run import STATE, ensure_same_run
-from ..ranks.watch_launcher import watch_launcher
+from ..ranks.launcher import watch_launcher
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
 from ..registry.active import Active

@@ -27,8 +27,7 @@ from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
 from plugsft.kit import documents_of
 from plugsft.model.load import Load
-from plugsft.model.packed_model import PackedModel
-from plugsft.model.small_copy import Longest
+from plugsft.model.packing_proof import Longest, PackedModel
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, best_fit, deal

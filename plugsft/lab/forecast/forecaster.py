@@ -25,7 +25,7 @@ from ...data.sources import ensure_columns, open_source
 from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
-from ...model.packed_model import packed_model
+from ...model.packing_proof import packed_model
 from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
 from ...registry import active as registry
