@@ -29,8 +29,7 @@ from .model.load import make_load, make_scratch_model
 from .model.packing_proof import packed_model
 from .model.schedule import Schedule, long_warmup
 from .model.tensor_shards import num_weights
-from .output.checkpoint import Checkpoints, ensure_one_output
-from .output.final_model import ensure_saveable, save_model
+from .output.checkpoint import Checkpoints, ensure_one_output, ensure_saveable, save_model
 from .output.record import Record, data_facts
 from .ranks.agree import RankGroup, agreed, ending_together, ensure_alike, is_known_to_all
 from .ranks.failures import keep_beating

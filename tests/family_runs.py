@@ -28,7 +28,7 @@ from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.model.load import Load, saved_tensors
 from plugsft.registry.load import load
-from plugsft.start.output import find_checkpoints
+from plugsft.start.before_run import find_checkpoints
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5

@@ -28,7 +28,7 @@ import plugsft.lab.bench
 import plugsft.lab.tune
 import plugsft.loop
 import plugsft.plugins.lora.adapters  # peft: two thirds of a tiny run with adapters
-import plugsft.start.output
+import plugsft.start.before_run
 from plugsft.api.isolation import isolated
 
 MESSAGES = [{"role": role, "content": "hello"} for role in ("user", "assistant")]

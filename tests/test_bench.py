@@ -17,14 +17,15 @@ from plugin_packages import activate, install
 
 from plugsft.base.console import print_table
 from plugsft.lab.bench import BOTH, LEARNS, NO_STEP, READS, choose_contenders
-from plugsft.lab.bench_results import Bench, speed_ratio
 from plugsft.lab.timing import (
     FASTER,
     NOISE,
     SLOWER,
     UNKNOWN,
+    Bench,
     head,
     in_rounds,
+    speed_ratio,
     spread,
     times_as_fast,
 )

@@ -11,7 +11,7 @@ from plugsft.base.errors import CheckpointError
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
 from plugsft.model.weight_files import Weights, find_weight_files, meta_copy
-from plugsft.output.final_model import ensure_saveable, ensure_written, name_in_file, read_adapters
+from plugsft.output.checkpoint import ensure_saveable, ensure_written, name_in_file, read_adapters
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

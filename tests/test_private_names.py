@@ -507,7 +507,7 @@ TRANSFORMERS = {
         zero3_of_transformers_can_be_switched_off_and_on,
     ),
     "_keys_to_ignore_on_save": Use(
-        "plugsft/output/final_model.py",
+        "plugsft/output/checkpoint.py",
         "which tensors transformers does not write",
         models_name_tensors_that_are_not_saved,
     ),

@@ -36,7 +36,7 @@ from plugsft.data.sample import sample_rows
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
-from plugsft.start.inputs import check_first_row
+from plugsft.start.before_run import check_first_row
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from ..registry.load import resolve
-from ..start.inputs import check_inputs
+from ..start.before_run import check_inputs
 from ..start.launch import on_cpu
 from ..start.resume import Resume
 from ..start.train import train_recipe

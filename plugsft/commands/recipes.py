@@ -52,7 +52,7 @@ def check(
     loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..audit.check_recipe import check_recipe
-    from ..start.output import option_to_start
+    from ..start.before_run import option_to_start
 
     check_recipe(loaded, active, recipe, ranks)
     words = same_words(recipe, overrides, without)

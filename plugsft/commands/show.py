@@ -36,6 +36,6 @@ def diff(
     ],
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""
-    from ..output import diff
+    from ..output import results
 
-    diff.diff(first, second)
+    results.diff(first, second)

@@ -77,7 +77,7 @@ def launch(
     overwrite: Overwrite = False,
 ) -> None:
     """Train on several GPUs or machines: print the line of `accelerate launch`, and run it."""
-    from ..start.inputs import check_inputs
+    from ..start.before_run import check_inputs
     from .load_recipe import load_recipe
 
     loaded, active = load_recipe(recipe, overrides, without)

@@ -14,15 +14,17 @@ from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.contracts import SPECS, contract_of, hook_mark
-from .bench_results import (
+from .timing import (
     ALL,
     BASELINE,
     Bench,
     Figures,
     alone,
+    as_json,
+    head,
+    in_rounds,
     name_without,
 )
-from .timing import as_json, head, in_rounds
 from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"

@@ -1,4 +1,8 @@
-"""Checkpoints: written atomically, without pickles, and only for their own recipe."""
+"""What a run saves: checkpoints, and the trained model as a Hugging Face folder.
+
+Checkpoints are written atomically, without pickles, and only for their own recipe. The model is
+gathered, written, read back and published.
+"""
 
 import json
 import math
@@ -10,8 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from accelerate import Accelerator
+from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..base.atomic import (
     Stamp,
@@ -27,11 +35,16 @@ from ..base.atomic import (
 )
 from ..base.console import say
 from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
+from ..data.load_tokenizer import end_generation
+from ..model.load import persistent_buffers
+from ..model.tensor_shards import TensorShard, shard_of
+from ..model.weight_files import Weights, converted_shapes, find_weight_files, meta_copy
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.param_groups import first_difference, name_difference
 from ..ranks.shard_files import ShardReader, host_has_room, owned_shards, stage, write_shards
 from ..ranks.states import RESUME_ALIKE, copy_state
 from ..ranks.train_state import TrainState
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.store import Tokens
@@ -344,3 +357,106 @@ def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Pa
         more = f", as is each of the {len(checkpoints) - 1} newer ones" if checkpoints[1:] else ""
         raise CheckpointError(f"{checkpoints[-1]}: the checkpoint is damaged: {errors[0]}{more}")
     return None
+
+
+def ensure_saveable(model: Any) -> None:
+    """Refuse a model that transformers could not save and load again.
+
+    Writes nothing: names and shapes go through transformers' renaming in both directions.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return
+    twin = meta_copy(model)
+    state = {**dict(twin.named_parameters()), **persistent_buffers(twin)}
+    wanted = {name: list(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
+    try:
+        written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
+        made = converted_shapes(twin, {name: [*tensor.shape] for name, tensor in written.items()})
+    except Exception as error:  # from transformers' conversions
+        raise _unsaveable(f"{type(error).__name__}: {error}") from error
+    lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
+    if lost:
+        raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
+
+
+def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model that transformers saves."""
+    ignored = model._keys_to_ignore_on_save or ()
+    return {name: tensor for name, tensor in state.items() if name not in ignored}
+
+
+def save_model(
+    accelerator: Accelerator, state: TrainState, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> None:
+    """Publish the trained model after comparing the files with the weights."""
+    plain: Any = state.plain
+    # The folder of an adapter holds what was trained; its base stays where it is.
+    dtype = getattr(torch, recipe.model.dtype)
+    adapter = hasattr(plain, "peft_config")
+    weights: dict[str, Tensor] = {}
+    shards: dict[str, TensorShard] = {}
+    for name, parameter in state.parameters(trained=adapter).items():
+        whole = state.whole(parameter)
+        if accelerator.is_main_process:
+            shards[name] = state.shard(parameter)
+            weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
+    with agreed(accelerator, "writing the trained model"):
+        if accelerator.is_main_process:
+            buffers = {} if adapter else persistent_buffers(plain)
+            shards |= {name: shard_of(buffer) for name, buffer in buffers.items()}
+            end_generation(plain, tokenizer)
+            with publish(recipe.folder / "model", replace=True) as folder:
+                plain.save_pretrained(folder, state_dict=weights | buffers)
+                if not adapter:
+                    # transformers writes the type of the weights in memory.
+                    plain.config.dtype = dtype
+                    plain.config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                if adapter:
+                    stored = {name_in_file(name): shard for name, shard in shards.items()}
+                    ensure_written(folder, read_adapters(folder), stored, None)
+                else:
+                    files = Weights(meta_copy(plain), find_weight_files(str(folder), None))
+                    ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
+
+
+def ensure_written(
+    folder: Path, weights: Weights, shards: dict[str, TensorShard], dtype: torch.dtype | None
+) -> None:
+    """Compare the tensors of a written folder with the trained weights."""
+    with weights:
+        if missing := sorted({*shards} - {*weights.shapes}):
+            raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
+        if wrong := weights.differing(shards, dtype):
+            raise _broken(folder, wrong)
+
+
+def read_adapters(folder: Path) -> Weights:
+    """Return the tensors of a folder of adapters."""
+    files: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files |= {name: str(path) for name in file.keys()}  # noqa: SIM118  # no dict
+    return Weights(None, files)
+
+
+def name_in_file(name: str) -> str:
+    """Return the name in a file: peft leaves its own words out."""
+    name = name.replace("modules_to_save.default.", "").removesuffix(".default")
+    return name.replace(".default.", ".")
+
+
+def _broken(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.parent}: the trained model was not written as it is: {what}. The last checkpoint "
+        "holds all that was trained: --resume goes on from it"
+    )
+
+
+def _unsaveable(why: str) -> RecipeError:
+    return RecipeError(
+        "model.path: transformers "
+        f"{transformers.__version__} could not save and load this model: {why}. "
+        "Nothing was trained; use another version of transformers, or adapters "
+        f"({Capability.bundled('adapters').table})"
+    )

@@ -17,8 +17,7 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
     """Train a loaded recipe, as the command and `plugsft.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from .inputs import check_inputs, one_at_a_time
-    from .output import output_folder
+    from .before_run import check_inputs, one_at_a_time, output_folder
 
     check_inputs(recipe, active, path)
     start.ensure_possible()

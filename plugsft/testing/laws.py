@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 from ..api.recipes import merged
 from ..base.atomic import list_checkpoints, parse_step
-from .processes import results, workers
 from .tiny_runs import (
     LARGER_MICRO_BATCH,
     MICRO_BATCH,
     Tables,
     Trained,
     prepare,
+    results,
     tiny_recipe,
     train,
     without_plugin,
+    workers,
     write_shards,
 )
 

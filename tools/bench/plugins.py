@@ -20,7 +20,7 @@ import chats
 import shared
 import tomli_w
 
-from plugsft.lab.bench_results import PLUGINS, Bench
+from plugsft.lab.timing import PLUGINS, Bench
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", shared.END
