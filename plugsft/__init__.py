@@ -4,7 +4,6 @@ Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for
 """
 
 from .api.functions import generate, inspect, load_run, prepare, train
-from .api.results import FinishedRun
 from .base.atomic import damage, write_text
 from .base.build_once import once
 from .base.checksums import cache_folder, digest
@@ -47,7 +46,6 @@ __all__ = [
     "DataError",
     "DiskError",
     "Encoded",
-    "FinishedRun",
     "Folder",
     "Ints",
     "Layouts",

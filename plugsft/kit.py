@@ -6,7 +6,6 @@ if TYPE_CHECKING:
     from .batches.labels import model_inputs, trained_rows
     from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
     from .data.pairs import render_pairs
-    from .data.slice_tasks import ONE_THREAD, SliceResult, tokenize_slice, try_slice
     from .model import fused_head
     from .model.answer_loss import AnswerLoss
     from .model.answers import lay_out, sum_per_answer
@@ -15,19 +14,16 @@ if TYPE_CHECKING:
     from .model.tensor_shards import num_weights, shard_of, whole_shape
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
-    from .tokens.tokenizer import Tokenizer, encode
+    from .tokens.tokenizer import Tokenizer
 
 __all__ = [
-    "ONE_THREAD",
     "AnswerLoss",
-    "SliceResult",
     "Tokenizer",
     "Tokens",
     "attend_per_document",
     "decay_groups",
     "decoder_layers",
     "documents_of",
-    "encode",
     "find_modules",
     "fused_head",
     "lay_out",
@@ -40,26 +36,21 @@ __all__ = [
     "shard_of",
     "single_document",
     "sum_per_answer",
-    "tokenize_slice",
     "trained_rows",
-    "try_slice",
     "whole_shape",
 ]
 
-LIGHT = ("AnswerLoss", "ONE_THREAD", "SliceResult", "tokenize_slice", "try_slice")
-"""Names that need no other library."""
-DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
+DATA = ("Tokenizer", "Tokens", "render_pairs")
 """Names that need numpy, Arrow and tokenizers, but not torch."""
 
 
 def _import_name(name: str) -> Any:
     """Import the modules of a name's group; return its value."""
     modules: tuple[Any, ...]
-    if name in LIGHT:
-        from .data import slice_tasks
+    if name == "AnswerLoss":
         from .model import answer_loss
 
-        modules = slice_tasks, answer_loss
+        modules = (answer_loss,)
     elif name in DATA:
         from .data import pairs
         from .tokens import store, tokenizer

@@ -52,7 +52,6 @@ class FastTokenizer:
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
         """Encode with an engine; the first texts prove it, and one text of each later call."""
-        from plugsft.kit import encode
 
         from .proof import compare_one
 
@@ -61,8 +60,8 @@ class FastTokenizer:
             self.engines[id(tokenizer)] = self.choose(texts, tokenizer)
         name, engine = self.engines.get(id(tokenizer), (OWN, None))
         if engine is None:
-            return encode(texts, tokenizer, special_tokens)
-        encoded = encode(texts, tokenizer, special_tokens, engine, name)
+            return tokenizer.encode_texts(texts, special_tokens)
+        encoded = tokenizer.encode_texts(texts, special_tokens, engine, name)
         if texts and is_proved:
             difference = compare_one(name, encoded, texts, tokenizer, special_tokens)
             if difference:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, pre_tokenizers
 
 from plugsft import Encoded
-from plugsft.kit import Tokenizer, encode
+from plugsft.kit import Tokenizer
 
 from .engines import Engine, Ids, UnusableEngine, ensure_engine_error
 
@@ -73,8 +73,8 @@ def prove(name: str, engine: Engine, texts: list[str], tokenizer: Tokenizer) -> 
     probes = [PROBE.format(part) for part in [*CHARACTERS, *added]]
     sample = take_sample(texts)
     for batch in (probes, sample):
-        encoded = encode(batch, tokenizer, False, engine, name)
-        own = encode(batch, tokenizer, False)
+        encoded = tokenizer.encode_texts(batch, False, engine, name)
+        own = tokenizer.encode_texts(batch, False)
         for text, ids, own_ids in zip(batch, split_ids(encoded), split_ids(own), strict=True):
             if not np.array_equal(ids, own_ids):
                 raise UnusableEngine(_explain_difference(name, text), batch is sample)

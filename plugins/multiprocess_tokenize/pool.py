@@ -13,7 +13,6 @@ from multiprocessing.connection import Pipe
 from threading import Lock
 
 from plugsft import PluginError, Shard, Slice, Work, child_environment
-from plugsft.kit import ONE_THREAD, SliceResult, tokenize_slice
 
 START = "from plugsft.plugins.multiprocess_tokenize.worker import serve; serve({})"
 
@@ -47,8 +46,8 @@ def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list
             threads.submit(tokenize_waiting, partial(worker.tokenize, work=work))
             for worker in workers
         ]
-        with one_thread():
-            tokenize_waiting(partial(tokenize_slice, work=work))
+        with one_thread(work):
+            tokenize_waiting(work.tokenize)
         for future in futures:
             future.result()
     return [shards[number] for number in range(len(slices))]
@@ -57,14 +56,14 @@ def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list
 class Worker:
     """A process that tokenizes one slice at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
         self._pipe, child_pipe = Pipe()
         path = os.pathsep.join(filter(None, sys.path))
         # In its own process group: ctrl-C reaches only this process, which ends the workers.
         self._process = subprocess.Popen(
             [sys.executable, "-c", START.format(child_pipe.fileno())],
             pass_fds=[child_pipe.fileno()],
-            env=child_environment(**ONE_THREAD, PYTHONPATH=path),
+            env=child_environment(**work.one_thread, PYTHONPATH=path),
             process_group=0,
         )
         child_pipe.close()
@@ -80,14 +79,15 @@ class Worker:
         where = work.where(part)
         try:
             self._pipe.send(part)
-            result: SliceResult = self._pipe.recv()
+            result = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._process.wait()
             raise PluginError(
                 f"{where}: the worker process ended ({_describe_exit(code)}). "
                 "Try fewer with plugins.multiprocess_tokenize.workers"
             ) from error
-        return result.get()
+        shard: Shard = result.get()
+        return shard
 
     def end(self, kill: bool) -> None:
         """End the process: at once, or after its slice."""
@@ -101,7 +101,7 @@ class Worker:
 @contextmanager
 def start_workers(count: int, work: Work) -> Iterator[list[Worker]]:
     """Start workers; kill them if the block fails."""
-    workers = [Worker() for _ in range(count)]
+    workers = [Worker(work) for _ in range(count)]
     failed = True
     try:
         for worker in workers:
@@ -114,10 +114,10 @@ def start_workers(count: int, work: Work) -> Iterator[list[Worker]]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread(work: Work) -> Iterator[None]:
     """Let tokenizer engines that this process loads use one thread, as in the workers."""
-    before = {name: os.environ.get(name) for name in ONE_THREAD}
-    os.environ.update(ONE_THREAD)
+    before = {name: os.environ.get(name) for name in work.one_thread}
+    os.environ.update(work.one_thread)
     try:
         yield
     finally:

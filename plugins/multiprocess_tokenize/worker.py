@@ -3,8 +3,6 @@
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from plugsft.kit import try_slice
-
 
 def serve(pipe: int) -> None:
     """Run a worker process: tokenize the slices that arrive, until the pipe closes."""
@@ -12,4 +10,4 @@ def serve(pipe: int) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         work = connection.recv()
         while True:
-            connection.send(try_slice(connection.recv(), work))
+            connection.send(work.attempt(connection.recv()))

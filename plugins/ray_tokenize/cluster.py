@@ -16,7 +16,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from plugsft import PluginError, Shard, Slice, Work, reason_of
-from plugsft.kit import ONE_THREAD, SliceResult, tokenize_slice, try_slice
 
 PER_CPU = 2
 """Slices in flight per CPU: while a worker tokenizes one, the next waits."""
@@ -72,20 +71,20 @@ class Cluster:
         task: Any = ray.remote(
             num_cpus=1,
             max_retries=self.retries,
-            runtime_env={"env_vars": ONE_THREAD | {"PYTHONPATH": paths}},
+            runtime_env={"env_vars": work.one_thread | {"PYTHONPATH": paths}},
         )(run_slice)
         # In a list: Ray would unpickle an argument for every slice.
         stored = [ray.put(work)]
         return lambda part: task.remote(part, stored)
 
 
-def run_slice(part: Slice, stored: list[Any]) -> tuple[SliceResult, str]:
+def run_slice(part: Slice, stored: list[Any]) -> tuple[Any, str]:
     """Tokenize a slice in a worker; return its result and the node."""
     key = stored[0].hex()
     if key not in _works:
         _works.clear()
         _works[key] = ray.get(stored[0])
-    return try_slice(part, _works[key]), ray.get_runtime_context().get_node_id()
+    return _works[key].attempt(part), ray.get_runtime_context().get_node_id()
 
 
 def tokenize_on(cluster: Cluster, slices: list[Slice], work: Work) -> tuple[list[Shard], str]:
@@ -100,7 +99,7 @@ def tokenize_on(cluster: Cluster, slices: list[Slice], work: Work) -> tuple[list
 
     def tokenize_here() -> None:
         number, part = waiting.popleft()
-        add(number, tokenize_slice(part, work), HERE)
+        add(number, work.tokenize(part), HERE)
 
     with work.progress(slices) as advance, connecting(cluster) as starting:
         while waiting and not starting.done():

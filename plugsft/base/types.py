@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
+from .errors import PlugsftError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -137,11 +139,38 @@ class Shard:
     """The file's size and checksum."""
 
 
+@dataclass(frozen=True)
+class SliceResult:
+    """The shard of a slice, or the error, as a worker sends it."""
+
+    shard: Shard | None
+    error: Exception | None = None
+    trace: str = ""
+
+    def get(self) -> Shard:
+        """Return the shard; raise the worker's error here."""
+        if self.error is not None:
+            if not isinstance(self.error, PlugsftError):
+                self.error.add_note(f"in a worker process:\n{self.trace}")
+            raise self.error
+        assert self.shard is not None
+        return self.shard
+
+
 class Work(Protocol):
     """Turns a slice into a shard; pickled for workers, which create the plugins again."""
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
+
+    one_thread: dict[str, str]
+    """The environment of a worker, one per core: more threads would only compete for it."""
+
+    def tokenize(self, part: Slice) -> Shard:
+        """Call it; name the row that an error comes from."""
+
+    def attempt(self, part: Slice) -> SliceResult:
+        """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
 
     def where(self, part: Slice) -> str:
         """Describe a slice for messages: its source and rows."""

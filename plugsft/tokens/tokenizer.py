@@ -64,6 +64,16 @@ class Tokenizer:
         """The tokens that end an answer."""
         return [*dict.fromkeys(filter(None, (self.eos_token, *self.more_stops)))]
 
+    def encode_texts(
+        self,
+        texts: list[str],
+        special_tokens: bool,
+        engine: Engine | None = None,
+        name: str = OWN,
+    ) -> Encoded:
+        """Encode with an engine, by default its own; find the byte where each token ends."""
+        return encode(texts, self, special_tokens, engine, name)
+
     @cached_property
     def kept(self) -> dict[str, Any]:
         """What its users keep from one call to the next."""

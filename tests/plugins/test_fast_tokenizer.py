@@ -19,8 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from plugsft import PluginError, RecipeError, testing
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.slice_tasks import ONE_THREAD
-from plugsft.data.slices import target_mask
+from plugsft.data.slices import ONE_THREAD, target_mask
 from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import OWN, FastTokenizer
 from plugsft.plugins.fast_tokenizer.engines import ENGINES, load
