@@ -31,6 +31,7 @@ from plugsft.base.atomic import (
     writing,
 )
 from plugsft.base.build_once import claim, once
+from plugsft.base.errors import refusal_of
 
 BUILDER = """
 import os, sys, time
@@ -552,6 +553,14 @@ def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_pa
     place, says = (text.replace("FILE", str(tmp_path / "FILE")) for text in (output, says))
     assert line.startswith(f"error: {place}/scratch/tokenizer-")
     assert line.endswith(f": cannot be written: {says}; give another folder (output=...)")
+
+
+def test_a_disk_that_a_plugin_finds_full_is_one_line_and_its_own_faults_keep_their_traceback():
+    for code, says in ((errno.ENOSPC, "disk: the disk is full; by plugin"), (errno.EACCES, None)):
+        error = OSError(code, "")
+        error.add_note("by plugin")
+        refused = refusal_of(error)
+        assert (refused and str(refused)) == says
 
 
 def test_a_full_disk_s_reason_travels_between_processes(place):

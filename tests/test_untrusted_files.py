@@ -147,7 +147,7 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
         ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate cannot use its settings: 'X' is not"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
-        ({"PLUGSFT_OWN_PLUGINS": '{"a": 1}'}, "PLUGSFT_OWN_PLUGINS='{\"a\": 1}', which calls from"),
+        ({"PLUGSFT_OWN_PLUGINS": '{"a": 1}'}, "has a wrong PLUGSFT_OWN_PLUGINS, which calls from"),
     ],
 )
 def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, says):
@@ -243,14 +243,14 @@ def test_control_characters_of_rows_and_records_are_shown_and_not_obeyed(tmp_pat
         )
 
 
-@pytest.mark.parametrize("command", ["prepare", "train"])
-def test_damaged_lists_of_tokens_are_named_with_their_file(run, tmp_path, command):
+@pytest.mark.parametrize(("command", "place"), [("prepare", 3), ("prepare", -1), ("train", 3)])
+def test_damaged_lists_of_tokens_are_named_with_their_file(run, tmp_path, command, place):
     rows = {"input_ids": [[1, 2, 3, 4, 5]] * 16, "labels": [[1, 2, 3, 4, 5]] * 16}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "ready")
     [file] = (tmp_path / "ready").glob("*.arrow")
     offsets = np.arange(0, 85, 5, np.int32)
     wrong = offsets.copy()
-    wrong[3] = 105_000
+    wrong[place] = 105_000
     assert offsets.tobytes() in file.read_bytes()
     file.write_bytes(file.read_bytes().replace(offsets.tobytes(), wrong.tobytes()))
     tables = tiny_tables(tmp_path / "tiny")

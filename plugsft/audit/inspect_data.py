@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
+from ..base.atomic import write_text
 from ..base.console import format_count, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
@@ -129,7 +130,7 @@ def write_page(
         "sources": "\n".join(map(_source, audits)),
         "rows": _rows(views),
     }
-    path.write_text(fill_page(SKELETON, **parts), "utf-8", errors="replace")
+    write_text(path, fill_page(SKELETON, **parts))
 
 
 def _head(name: str, audits: Sequence[Audit]) -> str:

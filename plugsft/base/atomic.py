@@ -17,7 +17,7 @@ import psutil
 
 from .checksums import digest, file_digest
 from .console import format_size, say
-from .errors import DiskError, PlugsftError, reason_of
+from .errors import DISK_FULL, DiskError, PlugsftError, reason_of
 from .limits import parse_json, path_inside, read_text
 from .machine import free_disk
 
@@ -30,7 +30,6 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}-(\d+)\.tmp")
 """A temporary name of any machine; no other program makes such names."""
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
 """The system's error number in the text of an error, from Rust and from shutil."""
 STEP = re.compile(r"step-([0-9]+)")

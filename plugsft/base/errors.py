@@ -39,8 +39,9 @@ MEMORY = (
 """Out-of-memory messages of torch, CUDA, C++ and the operating system."""
 REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its path is a file"}
 """Error number of the operating system -> plain words, where its own are not."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY),  # of a file server
 )
 """Errors of the operating system whose own message is enough."""
@@ -147,10 +148,12 @@ def refusal_of(error: Exception) -> PlugsftError | None:
         return _broken_package()
     if not isinstance(error, OSError):
         return None
-    # An error with notes comes from a plugin or names rows, and needs its traceback.
-    if error.errno not in REFUSED or hasattr(error, "__notes__"):
+    # An error with notes comes from a plugin or names rows. But for a full disk, it needs its
+    # traceback.
+    notes = getattr(error, "__notes__", [])
+    if error.errno not in (DISK_FULL if notes else REFUSED):
         return None
-    refused = PlugsftError(f"{error.filename or 'disk'}: {reason_of(error)}")
+    refused = PlugsftError("; ".join([f"{error.filename or 'disk'}: {reason_of(error)}", *notes]))
     refused.__cause__ = error
     return refused
 

@@ -162,8 +162,11 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
     ensure_safetensors(base, revision)
     quantized, trained = quantization(folder), None
     try:
-        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}
-        options |= {"use_safetensors": True}
+        options: dict[str, Any] = {
+            "revision": revision,
+            "trust_remote_code": trusted,
+            "use_safetensors": True,
+        }
         options |= {"num_labels": 1} if is_reward_model(folder) else {}
         plain = auto_class(folder).from_pretrained(
             base, **options | {"dtype": quantized.get("dtype", "auto")}

@@ -18,8 +18,9 @@ def meta_model(recipe: Recipe) -> Any:
     # The core reports a model that cannot be built.
     with suppress(Exception), torch.device("meta"):
         if model.scratch:
-            layers = model.scratch.layers
-            config: Any = LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=True)
+            config: Any = LlamaConfig(
+                num_hidden_layers=model.scratch.layers, tie_word_embeddings=True
+            )
         else:
             config = load_config(model)
         auto_class: Any = AutoModelForCausalLM

@@ -7,7 +7,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from ..base.atomic import replace_file
+from ..base.atomic import write_text
 from ..base.errors import reason_of
 from .run_record import SAMPLES, Points, RunRecord, finite, read_metrics
 
@@ -31,9 +31,8 @@ def write(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         unreadable = [f"run.json cannot be read: {reason_of(error)}"]
         run = RunRecord(folder=folder, status="unknown", name=folder.name, warnings=unreadable)
-    page, path = render(run, read_metrics(folder / SAMPLES)), folder / "report.html"
-    with replace_file(path) as draft:
-        draft.write_text(page, "utf-8", errors="replace")
+    path = folder / "report.html"
+    write_text(path, render(run, read_metrics(folder / SAMPLES)))
     return path
 
 
@@ -68,7 +67,7 @@ def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:
     # An escaped text holds no "<", so it cannot pass for a mark.
     for mark, part in {"scripts": scripts, **parts}.items():
         page = page.replace(f"<!--{mark}-->", part)
-    return page
+    return page.encode("utf8", "replace").decode()
 
 
 def _smooth(points: Points) -> Points:

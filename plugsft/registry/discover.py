@@ -57,9 +57,9 @@ def find() -> dict[str, FoundPlugin]:
     try:
         for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
             found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
-    except (ValueError, AttributeError, TypeError) as error:
+    except Exception as error:  # a text of any kind may stand there
         raise PluginError(
-            f"the environment has {OWN}={os.environ[OWN]!r}, which calls from Python set; unset it"
+            f"the environment has a wrong {OWN}, which calls from Python set; unset it"
         ) from error
     return found
 

@@ -46,9 +46,12 @@ class DatasetRows:
         return rows
 
     def _table(self, start: int, stop: int) -> pa.Table:
-        table = self._data.with_format("arrow")[start:stop]
+        return self._valid(self._data.with_format("arrow")[start:stop], True)
+
+    def _valid(self, table: Any, full: bool) -> Any:
+        """Return a table once it is validated: a wrong offset would end the process."""
         try:
-            table.validate(full=True)  # a wrong offset would end the process
+            table.validate(full=full)
         except pa.ArrowException as error:
             files = ", ".join(file["filename"] for file in self._data.cache_files)
             raise DataError(
@@ -107,7 +110,8 @@ class DatasetSource(DatasetRows):
 
     def sizes(self) -> Ints:
         """Return the average size of a row in bytes, for each row."""
-        return np.full(len(self), self._data.data.nbytes // max(1, len(self)))
+        data = self._valid(self._data.data, False)
+        return np.full(len(self), data.nbytes // max(1, len(self)))
 
 
 def _load_saved(path: Path, split: str) -> Any:
