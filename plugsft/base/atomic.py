@@ -214,8 +214,7 @@ def manifest_sizes(folder: Path) -> dict[Path, int] | None:
 
 def warn_of_changes(folder: Path) -> None:
     """Warn of a folder of plugsft's that is not as it was written, as a quick check finds."""
-    wrong = damage(folder, quick=True) if manifest_sizes(folder) else None
-    if wrong:
+    if manifest_sizes(folder) and (wrong := damage(folder, quick=True)):
         say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
 
 

@@ -40,9 +40,8 @@ class _Console(Console):
         super().print(*shown, **options)
 
 
-for _name in ("COLUMNS", "LINES"):
-    if not os.environ.get(_name, "0").isdecimal():  # rich would fail at ²
-        del os.environ[_name]
+if not os.environ.get("COLUMNS", "0").isdecimal():  # rich would fail at ²
+    del os.environ["COLUMNS"]
 
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.

@@ -74,7 +74,7 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
     """Refuse weights that are only pickled: loading a pickle can run code."""
-    ensure_weights_inside(Path(path))
+    ensure_weights_inside(path)
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
@@ -99,12 +99,12 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
     )
 
 
-def ensure_weights_inside(folder: Path) -> None:
+def ensure_weights_inside(path: str) -> None:
     """Refuse an index that names files outside of the model's folder, which loading would read."""
-    for index in folder.glob("*.safetensors.index.json"):
+    for index in Path(path).glob("*.safetensors.index.json"):
         try:
             for name in {*read_json_object(index)["weight_map"].values()}:
-                path_inside(folder, name)
+                path_inside(index.parent, name)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RecipeError(
                 f"model.path: {index}: cannot be used: {reason_of(error)}; download the model again"

@@ -50,7 +50,7 @@ class Load:
 
     def build(self) -> PreTrainedModel:
         """Load the model."""
-        ensure_weights_inside(Path(self.path))
+        ensure_weights_inside(self.path)
         try:
             self.empty = self.empty and not self.new_tokens
             if self.empty and (without := self._without_weights()) is not None:

@@ -52,8 +52,7 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
     wrong = {}
     for key, name in _inputs(recipe):
         place = Path(name)
-        if is_model(place):  # or adapters to go on from, or a reference
-            warn_of_changes(place)
+        warn_of_changes(place)  # a model, adapters to go on from, a reference
         source = place.resolve()
         nested = source.is_relative_to(output) or output.is_relative_to(source)
         if any(source.is_relative_to(result.resolve()) for result in results):
