@@ -6,7 +6,7 @@ Their cache key has everything that the tokens depend on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -21,7 +21,7 @@ from ..base.console import format_count, hide_query, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..base.types import Rendered, Row, Shard
-from ..recipe.parse import flatten
+from ..recipe.parse import differences
 from ..recipe.tables import Recipe
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
@@ -45,13 +45,6 @@ VERSIONS = {"read": 2, "render": 4, "pairs": 3, "encode": 1, "mask": 2}
 Raise a stage's version when its output changes: tokens are then prepared again.
 tests/test_preparation_versions.py fails if an output has changed and its version has not.
 """
-DIFFERENCES = {
-    "format": "another version of the format",
-    "data": "other data, or another split of it",
-    "tokenizer": "another tokenizer",
-    "template": "another chat template, or other stop tokens",
-    "day": "a chat template that writes the date, and another day",
-}
 
 
 def token_plugins(active: Active) -> dict[str, dict[str, Any]]:
@@ -113,31 +106,6 @@ def template_key(tokenizer: Tokenizer) -> str:
         "stops": tokenizer.stops,
     }
     return digest(parts)
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """Describe each difference between two cache keys in a line."""
-    for part, description in DIFFERENCES.items():
-        if old.get(part) != new.get(part):
-            yield description
-    for table in ("options", "stages", "plugins", "encoders"):
-        before, after = (flatten(key.get(table) or {}) for key in (old, new))
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                yield _describe_difference(table, name, before.get(name), after.get(name))
-
-
-def _describe_difference(table: str, name: str, old: Any, new: Any) -> str:
-    if table == "options":
-        return f"data.{name} was {old!r} and is now {new!r}"
-    if table == "stages":
-        return f"another version of plugsft's stage '{name}'"
-    plugin, _, rest = name.partition(".")
-    if old is None or new is None:
-        return f"plugins.{plugin} was {'off' if old is None else 'on'}"
-    if rest == "source":
-        return f"the source of plugin '{plugin}' has changed"
-    return f"plugins.{plugin}.{rest.partition('.')[2]} was {old!r} and is now {new!r}"
 
 
 @dataclass

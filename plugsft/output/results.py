@@ -14,8 +14,7 @@ from rich.text import Text
 
 from ..base.console import out, print_table, say
 from ..base.errors import PlugsftError
-from ..data.prepare import differences
-from ..recipe.parse import flatten
+from ..recipe.parse import differences, flatten
 from ..recipe.read import read
 from ..registry.discover import BUNDLED
 from .folder import how_to_continue, read_run
