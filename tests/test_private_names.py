@@ -459,8 +459,8 @@ def models_name_their_routers():
 TRANSFORMERS = {
     "_attn_implementation": Use(
         "plugins/dpo_reference/reference_pass.py plugins/flash_attention/kernels.py "
-        "plugsft/lab/forecast/meta_model.py plugsft/model/packing_proof.py "
-        "plugsft/model/generate.py plugsft/model/load.py plugsft/model/packing_proof.py",
+        "plugsft/lab/forecast/meta_model.py plugsft/model/generate.py plugsft/model/load.py "
+        "plugsft/model/packing_proof.py",
         "the attention that a model uses; models read it themselves, under this name only",
         attention_is_named_and_set,
     ),
