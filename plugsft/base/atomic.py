@@ -28,7 +28,7 @@ STALE_SECONDS = 86_400
 """Age at which other machines' unfinished builds are removed."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}-(\d+)\.tmp")
 """A temporary name of any machine; no other program makes such names."""
-WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+WRITE_ERRORS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
 ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
 """The system's error number in the text of an error, from Rust and from shutil."""

@@ -41,8 +41,14 @@ REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its pat
 """Error number of the operating system -> plain words, where its own are not."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (
-    *(*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY),  # of a file server
+    *DISK_FULL,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,  # the rest: of a file server
+    errno.ESTALE,
+    errno.EBUSY,
+    errno.ENOTEMPTY,
 )
 """Errors of the operating system whose own message is enough."""
 QUIET = ("bitsandbytes", "torchao", "torch.utils._pytree")
