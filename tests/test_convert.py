@@ -228,7 +228,7 @@ def test_a_configuration_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     assert "  plugsft launch to/dpo.toml --ranks 2\n" in told
     made, _ = load(tmp_path / "to/dpo.toml")
     assert (made.train.batch_size, made.train.epochs, made.train.learning_rate) == (8, 3, 2e-5)
-    assert made.train.warmup == 3  # 7 steps an epoch, 21 in all: 2.1 rounds up to 3
+    assert made.train.warmup == 0.1
     assert (made.plugins["dpo"]["beta"], made.plugins["lora"]["dropout"]) == (0.3, 0.0)
     assert made.plugins["lora"]["modules_to_save"] == ["lm_head"]
     text = (tmp_path / "to/dpo.toml").read_text()

@@ -51,7 +51,10 @@ def inspect_data(
         for source in range(len(opened)):
             for view in views_of(work, opened, source, first, rows):
                 shown.append(view)
-                _print_view(view)
+                out.print(Text(view.title, "bold" if view.tokens else "bold red"))
+                for line in draw(view.tokens, out.width, has_colour(out)):
+                    out.print(line)
+                say("")
             audits.append(audit(work, opened, source, active, recipe.data, everything))
             _print_audit(audits[-1])
     if page:
@@ -89,13 +92,6 @@ def views_of(
         if first < len(opened[source]):
             raise
         say(f"{error}\n")
-
-
-def _print_view(view: InspectedRow) -> None:
-    out.print(Text(view.title, "bold" if view.tokens else "bold red"))
-    for line in draw(view.tokens, out.width, has_colour(out)):
-        out.print(line)
-    say("")
 
 
 def _print_audit(result: Audit) -> None:

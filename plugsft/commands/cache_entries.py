@@ -31,7 +31,6 @@ class Entry:
     folder: Path
     facts: dict[str, Any]
     size: int
-    created: float
     used: float
     damage: str | None
 
@@ -46,14 +45,13 @@ def ls(folder: Path | None) -> None:
     """Print a line for each entry, the last used first."""
     home = tokens_folder(folder)
     listed = list(entries(home))
-    rows = [["key", "rows", "tokens", "size", "created", "last used", "state", "sources"]]
+    rows = [["key", "rows", "tokens", "size", "last used", "state", "sources"]]
     rows += [
         [
             entry.folder.name,
             f"{entry.facts.get('rows', 0):,}",
             f"{entry.facts.get('tokens', 0):,}",
             format_size(entry.size),
-            time_of(entry.created),
             time_of(entry.used),
             f"damaged: {entry.damage}" if entry.damage else "sizes match",
             entry.sources,
@@ -106,11 +104,10 @@ def entries(home: Path) -> Iterator[Entry]:
         used, problem, facts = _used(path), damage(path, quick=True), {}
         try:
             facts = facts_of(path)
-            created = (path / "facts.json").stat().st_mtime
         except (DataError, OSError, ValueError) as error:
-            problem, created = problem or reason_of(error), used
+            problem = problem or reason_of(error)
         if is_published(path):
-            yield Entry(path, facts, _size(path), created, used, problem)
+            yield Entry(path, facts, _size(path), used, problem)
 
 
 def facts_of(path: Path) -> dict[str, Any]:

@@ -42,34 +42,31 @@ Ranks = Annotated[
         metavar="N", min=1, help="Ranks of each machine. Default: one for each visible GPU, else 1."
     ),
 ]
-Strategy = Annotated[
-    str | None,
-    typer.Option(metavar="ddp|fsdp2|zero3", help="Default: ddp."),
-]
-Nodes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of machines.")]
-Node = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=0, help="Number of this machine, from 0."),
-]
-Host = Annotated[
-    str | None,
-    typer.Option(metavar="HOST", help="Name or address of machine 0."),
-]
-Port = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=65535, help="Free port of machine 0. Default: 29500."),
-]
 
 
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    strategy: Strategy = None,
-    nodes: Nodes = None,
-    node: Node = None,
-    host: Host = None,
-    port: Port = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="ddp|fsdp2|zero3", help="Default: ddp."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of machines.")
+    ] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Number of this machine, from 0."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Name or address of machine 0."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=65535, help="Free port of machine 0. Default: 29500."),
+    ] = None,
     without: Without = None,
     resume: ResumeLatest = False,
     resume_auto: ResumeAuto = False,

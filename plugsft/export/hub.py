@@ -188,7 +188,6 @@ def sections(run: RunRecord, model: Path, place: str) -> Iterator[str]:
             "## Recipe\n\n<details><summary>The whole recipe; folders are left out</summary>\n\n"
             f"{fence}toml\n{recipe}{fence}\n\n</details>"
         )
-    yield "## Versions\n\n" + table(run.versions)
 
 
 def usage(model: Path, place: str, adapters: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.atomic import write_text
 from ..base.console import format_count, print_table, progress, say
-from ..base.errors import PlugsftError, RecipeError, did_you_mean
+from ..base.errors import PlugsftError, RecipeError, choices
 from ..hooks import DATA
 from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
@@ -85,9 +85,7 @@ def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) 
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
             if name not in available:
-                hint = did_you_mean(name, available) or (
-                    f"; it has {', '.join(available) or 'none'}: add [plugins.{name}]"
-                )
+                hint = f"{choices(name, available, 'it has')}; add [plugins.{name}]"
                 raise RecipeError(f"{option} {name}: the recipe has no such active plugin{hint}")
     kept = {name: why for name in available if (why := _needed(active, name))}
     kept |= dict.fromkeys(keep, "--keep")

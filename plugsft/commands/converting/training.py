@@ -62,10 +62,21 @@ TRAINER_COPIED: Copied = {
 }
 TRAINER_SAME = (
     *SAME,
-    *("ddp_timeout", "dataloader_num_workers", "overwrite_output_dir", "plot_loss"),
-    *("do_eval", "per_device_eval_batch_size", "log_level"),
-    *("hub_model_id", "hub_strategy", "eval_steps", "eval_strategy"),
-    *("save_steps", "warmup_ratio", "fsdp", "group_by_length"),
+    "ddp_timeout",
+    "dataloader_num_workers",
+    "overwrite_output_dir",
+    "plot_loss",
+    "do_eval",
+    "per_device_eval_batch_size",
+    "log_level",
+    "hub_model_id",
+    "hub_strategy",
+    "eval_steps",
+    "eval_strategy",
+    "save_steps",
+    "warmup_ratio",
+    "fsdp",
+    "group_by_length",
 )
 """Keys that need no line."""
 TRAINER_USUAL = {"do_train": (True,), "logging_strategy": ("steps",)}
@@ -127,9 +138,8 @@ def set_warmup(c: Conversion, ratio: float) -> None:
     if c.value("train.schedule") == "constant":
         warmup = 0.0  # transformers' schedule "constant" has none
     total = total_steps(c)
-    if total and 0 < warmup < 1:
-        rounds_down = c.tool == "axolotl" and key == "warmup_ratio"
-        warmup = float(int(total * warmup) if rounds_down else math.ceil(total * warmup))
+    if total and key == "warmup_ratio" and c.tool == "axolotl" and 0 < warmup < 1:
+        warmup = float(int(total * warmup))  # the others round up, as plugsft does
     c.set("train.warmup", warmup, key)
 
 

@@ -225,8 +225,4 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
             f"note: {offloaded.table} keeps {format_size(host)} of each rank's activations in host "
             f"memory, {format_size(host * cluster.per_machine)} a machine"
         )
-    if not cluster.gpu:
-        lines.append(
-            "note: glibc keeps freed memory; MALLOC_MMAP_THRESHOLD_=262144 makes it return it"
-        )
     return lines
