@@ -25,15 +25,13 @@ from .base.types import (
     Ints,
     Layouts,
     LoadedStep,
-    ModelLoad,
     Rendered,
     Shard,
     Slice,
     TokenNll,
     WeightSlice,
-    Work,
 )
-from .hooks import Ranks, Run, RunModel, hookimpl, plugin, state
+from .hooks import ModelLoad, Ranks, Run, RunModel, Work, hookimpl, plugin, state
 from .recipe.capabilities import Capability
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 

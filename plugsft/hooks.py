@@ -30,13 +30,11 @@ from .base.errors import PluginError, choices
 from .recipe.capabilities import ensure_complete
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
-    from transformers import PreTrainedTokenizerBase
 
     from .base.build_once import Fill, Share
     from .base.machine import Machine
@@ -47,17 +45,29 @@ if TYPE_CHECKING:
         Ints,
         Layouts,
         LoadedSteps,
-        ModelLoad,
         Rendered,
         Row,
         Shard,
         Slice,
         TokenNll,
-        Work,
     )
+    from .data.slices import ShardWriter
+    from .model.load import Load
+    from .ranks.agree import RankGroup
+    from .ranks.trained_model import TrainedModel
     from .recipe.tables import Data, Recipe, Train
+    from .run import OpenRun
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer
+
+    ModelLoad = Load
+    Ranks = RankGroup
+    Run = OpenRun
+    RunModel = TrainedModel
+    Work = ShardWriter
+else:
+    # Plugins name these classes in annotations only; importing them takes seconds.
+    ModelLoad = Ranks = Run = RunModel = Work = Any
 
 hookimpl = pluggy.HookimplMarker("plugsft")
 notice = pluggy.HookspecMarker("plugsft")
@@ -206,110 +216,6 @@ def with_plugins(caller: Any) -> str:
     names = [impl.plugin_name for impl in caller.get_hookimpls()]
     plugins = [f"plugin '{name}'" for name in names if not is_core(name)]
     return f"'{caller.name}'" + (f" of {' and '.join(plugins)}" if plugins else "")
-
-
-class Run(Protocol):
-    """What notices see of a run."""
-
-    recipe: Recipe
-    output: Path
-    tokenizer: PreTrainedTokenizerBase
-    is_main: bool
-    step: int
-    """The last finished step; 0 before the first."""
-    facts: dict[str, Any]
-    """The content of run.json. A plugin may add a table under its own name."""
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the whole run."""
-
-    @property
-    def epoch(self) -> float:
-        """The epochs done so far."""
-
-    @property
-    def model(self) -> RunModel:
-        """The trained model."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of the run."""
-
-    def stop(self, reason: str) -> None:
-        """End the run in good order after this step, from any rank.
-
-        Checkpoint, model and report are written, and the exit code is 0.
-        """
-
-
-class RunModel(Protocol):
-    """The trained model. All ranks must enter its operations together."""
-
-    module: Module
-    exact: bool
-    """Whether the model computes in float32 everywhere."""
-
-    @property
-    def load(self) -> ModelLoad:
-        """How the model was loaded."""
-
-    def score(self, tokens: Tokens, examples: Ints, module: Module | None = None) -> Tensor:
-        """Return -log p of the targets of examples, computed as one micro-batch of the run.
-
-        All ranks call it, even without examples. `module`: a frozen model to use instead.
-        """
-
-    def generate(
-        self,
-        prompts: Sequence[str | list[dict[str, str]]],
-        max_tokens: int = 64,
-        temperature: float = 0.0,
-    ) -> list[str]:
-        """Answer questions or chats with the chat template, on all ranks alike.
-
-        Temperature 0 is greedy. Random numbers depend on the seed and the step alone, and those of
-        the training go on as before.
-        """
-
-    def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
-        """Load a model for inference: the run's own base again, or the one at `path`."""
-
-    def weights_digest(self, path: str = "", revision: str | None = None) -> str:
-        """Return a checksum of the weights that `load_frozen` loads."""
-
-    def shards(self) -> dict[str, Tensor]:
-        """Return this rank's part of each trained weight, in float32; clone it to keep it."""
-
-    def swapped(self, shards: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Put other weights in place inside the block, and the trained ones back after it."""
-
-
-class Ranks(Protocol):
-    """The ranks of a run."""
-
-    rank: int
-    size: int
-    data_rank: int
-    """The rank's number among those that train on different examples."""
-    data_size: int
-
-    def agree(self, operation: str) -> AbstractContextManager[None]:
-        """Run a block on all ranks; if it fails on one, all ranks raise.
-
-        For code without collectives that may fail on a single rank, such as writing a file.
-        """
-
-    def reduce(self, values: Tensor) -> Tensor:
-        """Return the sums of values over all ranks."""
-
-    def artefact(
-        self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
-    ) -> Any:
-        """Return `read(entry)` of a key's cache entry; build the entry if it is missing.
-
-        All ranks build together: the main process gets the folder, the others None.
-        """
 
 
 class Hooks(Protocol):

@@ -76,6 +76,7 @@ class OpenRun:
         self.stopping = Stopping(self.describe_stop)
         self.record = Record(recipe, machine, active)
         self.facts = self.record.run
+        """The content of run.json. A plugin may add a table under its own name."""
         self.packed = packed_model(recipe)
         defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(self.packed)
         self.active = active.attach(*defaults, self.record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
@@ -157,28 +156,6 @@ class SliceResult:
         return self.shard
 
 
-class Work(Protocol):
-    """Turns a slice into a shard; pickled for workers, which create the plugins again."""
-
-    def __call__(self, part: Slice) -> Shard:
-        """Render, encode and mask a slice, and write it as one shard."""
-
-    one_thread: dict[str, str]
-    """The environment of a worker, one per core: more threads would only compete for it."""
-
-    def tokenize(self, part: Slice) -> Shard:
-        """Call it; name the row that an error comes from."""
-
-    def attempt(self, part: Slice) -> SliceResult:
-        """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
-
-    def where(self, part: Slice) -> str:
-        """Describe a slice for messages: its source and rows."""
-
-    def progress(self, slices: list[Slice]) -> AbstractContextManager[Callable[[Shard], None]]:
-        """Show the progress of these slices; call the function that it yields with each shard."""
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """The plan of one optimizer step: which rank computes which examples, in which micro-batch."""
@@ -250,15 +227,3 @@ class WeightSlice:
     weight: str
     """The weight's name in the model."""
     values: Tensor
-
-
-class ModelLoad(Protocol):
-    """How to load the model; wrappers of `optimize_model` edit this before their yield."""
-
-    path: str
-    kwargs: dict[str, Any]
-    new_tokens: Sequence[int]
-    """The ids of tokens that the recipe adds."""
-    empty: bool
-    """Whether to load weights only after sharding, when each rank reads its own shards. A wrapper
-    that needs the weights sets it to False."""

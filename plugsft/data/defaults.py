@@ -9,8 +9,8 @@ from typing import Any
 from ..base.build_once import Fill, Share, once
 from ..base.checksums import digest
 from ..base.console import say
-from ..base.types import Encoded, Rendered, Row, Shard, Slice, Work
-from ..hooks import hookimpl
+from ..base.types import Encoded, Rendered, Row, Shard, Slice
+from ..hooks import Work, hookimpl
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from ..tokens.tokenizer import encode as encode_texts

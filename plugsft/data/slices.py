@@ -30,7 +30,6 @@ from ..base.types import (
     Slice,
     SliceResult,
     Span,
-    Work,
 )
 from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
@@ -447,7 +446,7 @@ def align_pairs(encoded: Encoded, rendered: Rendered, mask: Mask) -> None:
         mask[middle + prefix : middle + int(mask[middle:stop].argmax())] = True
 
 
-def try_slice(part: Slice, work: Work) -> SliceResult:
+def try_slice(part: Slice, work: ShardWriter) -> SliceResult:
     """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
     try:
         return SliceResult(tokenize_slice(part, work))
@@ -460,7 +459,7 @@ def try_slice(part: Slice, work: Work) -> SliceResult:
         return SliceResult(None, error, trace)
 
 
-def tokenize_slice(part: Slice, work: Work) -> Shard:
+def tokenize_slice(part: Slice, work: ShardWriter) -> Shard:
     """Tokenize a slice; name the row that an error comes from."""
     with _collector_off():
         try:

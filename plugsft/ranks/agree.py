@@ -259,18 +259,22 @@ def _ranges(ranks: list[int]) -> str:
 
 
 class RankGroup:
-    """What plugins see of the ranks (the protocol `Ranks`)."""
+    """What plugins see of the ranks, under the name `Ranks`."""
 
     def __init__(self, accelerator: Accelerator, hooks: Hooks) -> None:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.data_rank, self.data_size = self.rank, self.size
+        """The rank's number among those that train on different examples, and their number."""
         self._accelerator, self._hooks = accelerator, hooks
         self._left_by_all = False
         """Whether all ranks left the last build together, because one failed."""
 
     @contextmanager
     def agree(self, operation: str) -> Iterator[None]:
-        """Run a block without collectives on all ranks; if it fails on one, all raise."""
+        """Run a block on all ranks; if it fails on one, all ranks raise.
+
+        For code without collectives that may fail on a single rank, such as writing a file.
+        """
         try:
             with agreed(self._accelerator, operation):
                 yield

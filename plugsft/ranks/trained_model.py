@@ -27,7 +27,7 @@ from .train_state import TrainState
 
 
 class TrainedModel:
-    """What plugins see of the model (the protocol `RunModel`).
+    """What plugins see of the model, under the name `RunModel`.
 
     All ranks must enter each operation together. A rank that fails, or enters another one, ends
     all ranks with its reason.
@@ -41,6 +41,7 @@ class TrainedModel:
         self._accelerator, self._hooks = loader.accelerator, loader.hooks
         mixed = self._accelerator.mixed_precision != "no"
         self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
+        """Whether the model computes in float32 everywhere."""
 
     @torch.no_grad()
     def score(self, tokens: Tokens, examples: Ints, module: Module | None = None) -> Tensor:
