@@ -214,7 +214,8 @@ def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
     result = rendered(with_template(refuses), {"messages": [ASK, TELL]})
     cure = "; set model.chat_template to another template"
     assert result.bad == {0: f"the chat template refuses it: roles must alternate{cure}"}
-    for broken in ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}"):
+    raises = ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}")
+    for broken in (*raises, "{{ cycler() }}"):
         bad = rendered(with_template(broken), {"messages": [ASK, TELL]}).bad[0]
         assert bad.startswith("the chat template refuses it: ")
 

@@ -72,13 +72,18 @@ def test_no_plugin_writes_through_a_link(made, run, tmp_path):
     assert thesis.read_text() == "years of work" and not (run / "trackers.json").is_symlink()
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "folder", "itself"])
 def test_export_copies_no_file_from_outside_of_the_model(run, tmp_path, kind):
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key.pem").write_text("private")
-    (run / "model/more").symlink_to(secret / "key.pem" if kind == "file" else secret)
-    assert "more: leads out of the model's folder" in refused("export", run, "--to", tmp_path / "x")
+    more, says = run / "model/more", "more: leads out of the model's folder"
+    if kind == "itself":
+        more.symlink_to(more)
+        says = "too many levels of symbolic links"
+    else:
+        more.symlink_to(secret / "key.pem" if kind == "file" else secret)
+    assert says in refused("export", run, "--to", tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

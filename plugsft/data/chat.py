@@ -11,8 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from ..base.errors import DataError
 from ..base.types import Row, Span
 from ..recipe.tables import Data
@@ -35,11 +33,6 @@ UNROLLED = (
 )
 DROPPED_THOUGHT = "the chat template leaves out thoughts of the assistant"
 
-# A template is a program: these are the errors that it may raise.
-TEMPLATE_ERRORS = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError),
-    *(RecursionError, TemplateError, TypeError, ValueError),
-)
 MAX_ANSWERS = 1000
 """Most trained answers of a chat; each needs renderings of all turns before it."""
 THINKING: tuple[Row, ...] = (
@@ -300,7 +293,7 @@ class Chat:
             messages = [_in_parts(message) for message in messages]
         try:
             return render_chat(self.template, messages, variables)
-        except TEMPLATE_ERRORS as error:
+        except Exception as error:  # a template is a program, and raises what it likes
             reason = f"the chat template refuses it: {_one_line(error)}"
             raise TemplateRefusal(
                 f"{reason}; set model.chat_template to another template"
@@ -326,7 +319,7 @@ def _find_once(
 def _compile(source: str) -> CompiledTemplate:
     try:
         return compile_template(source)
-    except TEMPLATE_ERRORS as error:
+    except Exception as error:  # a template is a program, and raises what it likes
         raise DataError(f"the chat template is not Jinja: {_one_line(error)}") from error
 
 

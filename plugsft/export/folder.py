@@ -1,5 +1,6 @@
 """Find the model in a run's output folder, or its newest checkpoint; explain a missing one."""
 
+import os
 from pathlib import Path
 
 from ..base.atomic import damage
@@ -95,7 +96,7 @@ def is_reward_model(folder: Path) -> bool:
 def ensure_no_links(folder: Path) -> None:
     """Refuse links out of a model's folder: an upload would publish what they lead to."""
     for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
             raise PlugsftError(
                 f"{path}: leads out of the model's folder; put the file itself in its place"
             )
