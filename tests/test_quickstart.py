@@ -69,7 +69,7 @@ def learns_to_be_brief(run):
     done = run_plugsft("recipes/quickstart_dpo.toml", f"output={run}")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1/72  .*  accuracy 0\.000  margin -?0\.000", done.stdout)
-    lines = read_metrics(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in lines if "eval_loss" in line]
     assert evaluated[-1]["eval_accuracy"] > 0.9
     page = (run / "report.html").read_text(encoding="utf8")

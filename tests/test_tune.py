@@ -197,12 +197,10 @@ def test_the_fastest_that_fits_is_found(place, forked_trials):
     probes = re.findall(r"probe \d+: (.*)", result.stdout)
     assert "train.micro_batch = 1 (yours)" in probes[0] and "train.micro_batch = 2: " in probes[1]
     assert "train.micro_batch = 8: out of memory" in result.stdout
-    words = re.search(r"^set train.micro_batch = [24]: plugsft (.*)", result.stdout, re.M)[
-        1
-    ].split()
+    command = re.search(r"^set train.micro_batch = [24]: plugsft (.*)", result.stdout, re.M)[1]
     # It runs, and learns the same.
     losses = []
-    for number, recipe in enumerate(([place / "my.toml"], words.split())):
+    for number, recipe in enumerate(([place / "my.toml"], command.split())):
         output = place / f"run-{number}"
         run = run_plugsft(*recipe, "train.steps=1", f"output={output}", cwd=place)
         assert run.returncode == 0, run.stderr
@@ -248,7 +246,7 @@ def test_own_size_and_fastest_take_turns(tmp_path, monkeypatch, forked_trials, o
     assert result.returncode == 0, result.stderr
     assert f"\n{says}" in result.stdout
     if says.startswith("chosen"):
-        assert result.stdout.count("train.micro_batch = 8: ") == 1 + TURNS + 1
+        assert len(re.findall(r"probe \d+: train.micro_batch = 8: ", result.stdout)) == 1 + TURNS
     assert ("\nset train.micro_batch = 8: plugsft " in result.stdout) == says.startswith("chosen")
 
 

@@ -86,6 +86,7 @@ def cluster():
 @pytest.fixture
 def many(tmp_path, monkeypatch):
     """Give `many(seconds)`: a recipe of many slices, whose workers take their time."""
+    pytest.importorskip("ray", reason="ray is not installed")
     activate(install(tmp_path / "site", noting=NOTING), monkeypatch)
     tables = many_slices(tmp_path, SLICES)
 

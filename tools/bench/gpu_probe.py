@@ -235,9 +235,8 @@ def measure_apart(model: Any, vocab: int) -> dict[str, float]:
     """Return how far a packed document's logits are from those alone."""
     rng, lengths = np.random.default_rng(0), packing_proof.SHORT
     texts = [rng.integers(0, vocab, length) for length in lengths]
-    device = next(model.parameters()).device
-    packed, change = packing_proof._change_first(model, texts, vocab, device)
-    alone = (packing_proof._logits(model, texts[-1:], device) - packed[-lengths[-1] :]).abs()
+    packed, change = packing_proof._change_first(model, texts, vocab)
+    alone = (packing_proof._logits(model, texts[-1:]) - packed[-lengths[-1] :]).abs()
     own = float(change[: lengths[0]].max())
     return {"leak": float(change[lengths[0] :].max()) / own, "alone": float(alone.max()) / own}
 

@@ -95,7 +95,7 @@ class Packer:
 def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     """Collate rows with async_collate while the device computes; compare with serial collation."""
     hooks = Active({"async_collate": AsyncCollate(depth=2)}, {}).attach(Packer()).hooks
-    loader = BatchLoader(hooks, Accelerator(cpu=not GPU), 0)
+    loader = BatchLoader(hooks, Accelerator(cpu=not GPU), 0, packed=True)
 
     def plan_step(step: int) -> StepPlan:
         return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
