@@ -7,6 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from plugsft.model.load import persistent_buffers
+
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 3_000_000
 # The name of a number in a configuration -> its upper limit.
@@ -135,3 +137,8 @@ def build(family: str) -> Any:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
+
+
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Return a model's saved tensors: parameters under all their names, and buffers."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}

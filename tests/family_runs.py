@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import transformers
 from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
-from families import FAMILIES, VOCABULARY, build
+from families import FAMILIES, VOCABULARY, build, saved_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
-from plugsft.model.load import Load, saved_tensors
+from plugsft.model.load import Load
 from plugsft.registry.load import load
 from plugsft.start.before_run import find_checkpoints
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from deepspeed import zero
+from families import saved_tensors
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
-from plugsft.model.load import Load, saved_tensors
+from plugsft.model.load import Load
 from plugsft.ranks.launch import connect, silence_libraries
 from plugsft.ranks.sharding import shard_frozen_model
 from plugsft.registry.load import load as load_recipe

@@ -132,7 +132,7 @@ def test_a_kill_before_the_first_checkpoint_is_published_starts_again(tiny, tmp_
         checkpoint={"every": 3},
         plugins={"slow": {"seconds": 60}},
     )
-    words, run = (recipe, "--resume", "auto"), tmp_path / "run"
+    words, run = (recipe, "--resume-auto"), tmp_path / "run"
     running = start_plugsft(*words)
     while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 5:
         assert running.process.is_alive()

@@ -178,7 +178,8 @@ def test_a_command_of_the_pages(place, command, forked_trials):
         done = plugsft(place, command)
     else:
         done = in_a_shell(place, command)
-    assert SHOWN.get(command, "") in done.stdout + done.stderr
+    lines = [line.rstrip() for line in (done.stdout + done.stderr).splitlines()]
+    assert SHOWN.get(command, "").strip("\n") in "\n".join(lines)
     if command in REFUSED:
         assert done.returncode == 2 and not done.stdout
         return

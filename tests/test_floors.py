@@ -62,9 +62,9 @@ SIZES = {
     "commands": 13_662, "data": 20_871, "lab": 12_507, "ranks": 14_659, "model": 10_599,
     "start": 2_801, "export": 5_063, "audit": 8_077,
     "output": 10_860, "tokens": 5_525, "base": 5_976, "modules beside the rooms": 4_970,
-    "api": 3_622, "recipe": 4_571, "registry": 3_616, "batches": 3_031, "testing": 2_706,
+    "api": 3_622, "recipe": 4_571, "registry": 3_616, "batches": 3_031, "testing": 2_707,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 133_116, 41_989, 74_085
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 133_117, 41_989, 74_085
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

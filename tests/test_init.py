@@ -174,7 +174,7 @@ def test_a_message_that_names_a_launch_file_says_how_to_write_it(tiny, tmp_path)
         ("rec", ["recipes/my.toml"]),
         ("my", ["my.toml"]),
         ("check m", ["my.toml"]),
-        ("my.toml --resume-", ["--resume-from"]),
+        ("my.toml --resume-", ["--resume-auto", "--resume-from"]),
         ("init lo", ["lora"]),
         ("nonsense ch", ["chat", "check"]),
     ],

@@ -26,7 +26,7 @@ PLANT = """
     import signal
 
     import torch
-    from plugsft.ranks import loss_scale
+    from plugsft.ranks import train_state
 
     class Overflow(torch.autograd.Function):
         @staticmethod
@@ -47,7 +47,7 @@ PLANT = """
 
         @hookimpl
         def check(self):
-            loss_scale.INITIAL, loss_scale.PATIENCE = self.initial, self.patience
+            train_state.INITIAL, train_state.PATIENCE = self.initial, self.patience
 
         @hookimpl
         def ready(self, run):
@@ -151,11 +151,11 @@ def test_a_run_that_is_killed_beside_skipped_steps_goes_on_bit_for_bit(plants, t
     code, _, err = train(whole)
     assert code == 0, err
     for last, dies in [(2, "3"), (4, "6"), (6, "7")]:
-        assert train(run, "--resume", "auto", dies=dies)[0] != 0
+        assert train(run, "--resume-auto", dies=dies)[0] != 0
         assert max((run / "checkpoints").iterdir()).name == f"step-{last:06d}"
         assert saved(run, last)[0]["loss_scale"] == saved(whole, last)[0]["loss_scale"]
     assert saved(run, 6)[0]["loss_scale"] == {"scale": 32768, "steps": 1, "skipped": 2}
-    code, _, err = train(run, "--resume", "auto")
+    code, _, err = train(run, "--resume-auto")
     assert code == 0, err
     assert scaling(run) == scaling(whole)
     assert scaling(run)[-2:] == [(32768, 2), (65536, 2)], "it doubles after step 7"

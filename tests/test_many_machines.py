@@ -24,9 +24,9 @@ SLOW = """
     import time
     from pathlib import Path
 
-    from plugsft.ranks import node_beats
+    from plugsft.ranks import failures
 
-    node_beats.PAUSE, node_beats.PATIENCE = 0.1, 2.0
+    failures.BEAT, failures.PATIENCE = 0.1, 2.0
 
     @plugin()
     class Slow:
@@ -68,7 +68,7 @@ def test_a_lost_machine_ends_the_others_and_the_rerun_is_exact(tiny, tmp_path, l
     for node in start_nodes(recipe, f"output={whole}"):
         code, output = node.wait(60)
         assert code == 0, output
-    words = (recipe, f"output={run}", "--resume", "auto")
+    words = (recipe, f"output={run}", "--resume-auto")
     nodes = start_nodes(*words)
     wait_for(lambda: [*(run / "checkpoints").glob("step-*")], nodes)
     nodes[lost].kill()

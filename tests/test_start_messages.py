@@ -75,7 +75,7 @@ def test_a_tokenizer_from_the_cache_is_not_said_to_be_trained(finished):
 
 def test_a_finished_run_says_that_nothing_is_to_be_resumed_and_the_cure(finished):
     recipe, run, _ = finished
-    for words in (["--resume"], ["--resume", "auto"]):
+    for words in (["--resume"], ["--resume-auto"]):
         result = run_plugsft(recipe, *words)
         assert result.returncode == 0, result.stderr
         says = f"{run} is finished; nothing to resume. Start again with --overwrite, or choose"

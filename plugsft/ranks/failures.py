@@ -21,7 +21,7 @@ PAUSE = 0.5
 """Seconds between two checks for a failed rank."""
 GRACE = 10.0
 """Seconds that a rank has to end in order after another rank's failure."""
-PAUSE, PATIENCE, FIRST = 1.0, 30.0, 600.0
+BEAT, PATIENCE, FIRST = 1.0, 30.0, 600.0
 """Seconds between beats, and without one after which a node counts as dead.
 
 Before the first it may take longer: Python starts slowly from some disks.
@@ -116,7 +116,7 @@ def keep_beating() -> None:
 def _beat() -> None:
     with suppress(RuntimeError):  # the store ends with its launcher
         while launcher_store().add(store_key(f"beat-{os.environ['GROUP_RANK']}"), 1):
-            time.sleep(PAUSE)
+            time.sleep(BEAT)
 
 
 def number_of_nodes() -> int:

@@ -131,7 +131,7 @@ def ranks_agree(
     rows set them: the loss may not depend on them.
     """
     who = f"plugin '{name}'"
-    with tiny_recipe(name, options, merged({"device": "cpu"}, tables)) as recipe:
+    with tiny_recipe(name, options, {"device": "cpu", **(tables or {})}) as recipe:
         pair = {**recipe, "output": f"{recipe['output']}-ranks"}
         # A loss that depends on the size of its micro-batch may be the same on all ranks.
         jobs = [Job(recipe, micro_batch=LARGER_MICRO_BATCH), Job(pair, ranks=2)]

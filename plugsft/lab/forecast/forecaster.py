@@ -39,7 +39,7 @@ from .strategies import DDP, FSDP2, SINGLE, ZERO3, Cluster, Memory, Setting, Str
 
 SAMPLE = 100
 """Rows of each source that are rendered and encoded."""
-STEPS, RANK_STEPS = 64, 2**15
+PLANNED_STEPS, RANK_STEPS = 64, 2**15
 """Most steps of an epoch that are laid out, and most steps times ranks."""
 LEFT_OUT = (
     "fast_attention",
@@ -150,7 +150,7 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
     packed = recipe.provides("packed_rows") is not None
     all_tokens = _cut(recipe, epoch.tokens) if packed else epoch.tokens
     lengths = all_tokens.lengths[epoch.examples]
-    count = max(2, min(STEPS, RANK_STEPS // ranks))
+    count = max(2, min(PLANNED_STEPS, RANK_STEPS // ranks))
     steps = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
     busy, micro_batches, tokens = np.zeros(ranks, np.bool_), 0, 0
     sized: list[tuple[tuple[int, int], Ints]] = []
