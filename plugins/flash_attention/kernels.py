@@ -1,4 +1,4 @@
-"""Which kernels can compute a model's attention on this machine, and of which rows."""
+"""Finds the kernels that can compute a model's attention on this machine."""
 
 from __future__ import annotations
 

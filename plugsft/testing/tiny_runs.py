@@ -98,7 +98,7 @@ class Worker:
 
 @contextmanager
 def workers(*ranks: int) -> Iterator[list[list[Worker]]]:
-    """Start groups of so many ranks each; end them after the block."""
+    """Start a group of processes for each number of ranks; end them after the block."""
     groups = [[Worker(environment) for environment in _environments(size)] for size in ranks]
     try:
         yield groups

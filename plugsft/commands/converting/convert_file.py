@@ -46,7 +46,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """Loads YAML; refuses keys that are written twice, of which the last would win silently."""
+    """Loads YAML, and refuses a key that is written twice: YAML would take the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node, seen = super().compose_mapping_node(anchor), set[str]()
