@@ -1,21 +1,17 @@
 """plugsft: LLM fine-tuning in one readable loop; every optimisation is a plugin.
 
-Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for plugins.
+Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for plugins,
+`plugsft.api` the functions for scripts and notebooks.
 """
 
-from .api.functions import generate, inspect, load_run, prepare, train
 from .base.atomic import damage, write_text
-from .base.build_once import once
 from .base.checksums import cache_folder, digest
 from .base.console import progress, say
 from .base.errors import (
     DataError,
     DiskError,
     PluginError,
-    PlugsftError,
     RecipeError,
-    Stopped,
-    TrainError,
     reason_of,
 )
 from .base.machine import Machine, child_environment, not_installed
@@ -52,7 +48,6 @@ __all__ = [
     "ModelLoad",
     "Place",
     "PluginError",
-    "PlugsftError",
     "Ranks",
     "Recipe",
     "RecipeError",
@@ -61,28 +56,20 @@ __all__ = [
     "RunModel",
     "Shard",
     "Slice",
-    "Stopped",
     "TokenNll",
     "Train",
-    "TrainError",
     "WeightSlice",
     "Work",
     "cache_folder",
     "child_environment",
     "damage",
     "digest",
-    "generate",
     "hookimpl",
-    "inspect",
-    "load_run",
     "not_installed",
-    "once",
     "plugin",
-    "prepare",
     "progress",
     "reason_of",
     "say",
     "state",
-    "train",
     "write_text",
 ]

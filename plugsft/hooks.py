@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from .base.build_once import Fill, Share
     from .base.machine import Machine
     from .base.types import (
         Batch,
@@ -227,12 +226,12 @@ class Hooks(Protocol):
 
     @stage
     def cache(
-        self, key: dict[str, Any], build: Fill, read: Callable[..., Any], share: Share
+        self, key: dict[str, Any], build: Callable[..., bool], read: Callable[..., Any]
     ) -> Any:
         """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
 
-        If the entry is missing, `build(folder)` fills a new one first. With `share`, several
-        processes do parts of that work before: hand both to `once`.
+        Before, `build(folder, is_complete)` makes the entry if it is not there: one of all
+        processes that ask for it does, or each a part; True where this one did.
         """
 
     @stage

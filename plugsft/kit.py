@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.answer_loss import AnswerLoss
-    from .model.answers import lay_out, sum_per_answer
+    from .model.answers import lay_out
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.meta_model import find_modules, meta_model
     from .model.tensor_shards import num_weights, shard_of, whole_shape
@@ -35,7 +35,6 @@ __all__ = [
     "render_pairs",
     "shard_of",
     "single_document",
-    "sum_per_answer",
     "trained_rows",
     "whole_shape",
 ]

@@ -128,8 +128,7 @@ def clip_gradients(run: OpenRun) -> Tensor | float | None:
     """Clip gradients to the recipe's norm (0: no limit); return the norm before clipping."""
     limit = run.recipe.train.max_grad_norm or math.inf
     run.loss_scale.unscale(run.module.parameters())
-    norm: Tensor | float | None
-    norm = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
+    norm: Tensor | float | None = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
     return norm
 
 

@@ -331,10 +331,12 @@ def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
         "tokenizer": data.tokenizer_folder.name,
     }
 
-    def build(folder: Path) -> None:
+    def fill(folder: Path) -> None:
         make_scratch_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
 
-    return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
+    folder = recipe.folder / "scratch" / f"model-{digest(key)}"
+    once(folder, fill=fill)
+    return folder
 
 
 def describe(run: OpenRun) -> None:

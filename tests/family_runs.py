@@ -23,7 +23,8 @@ from families import FAMILIES, VOCABULARY, build, saved_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from plugsft import PlugsftError, loop, run
+from plugsft import loop, run
+from plugsft.api import PlugsftError
 from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.model.load import Load

@@ -23,7 +23,7 @@ import typer.main
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import plugsft
+import plugsft.api
 import plugsft.lab.bench
 import plugsft.lab.tune
 import plugsft.loop
@@ -43,7 +43,7 @@ def warm_up(folder: Path) -> None:
     typer.main.get_command = cache(typer.main.get_command)
     typer.main.get_command(plugsft.cli.app)
     (folder / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}))
-    plugsft.prepare(
+    plugsft.api.prepare(
         {
             "output": str(folder / "run"),
             "model": {"scratch": {"hidden": 8, "layers": 1, "heads": 1, "vocab": 300}},

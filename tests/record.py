@@ -27,7 +27,7 @@ from conftest import write_recipe as write
 from mistakes import BAD_ROWS, MISTAKES
 from safetensors.numpy import load_file
 
-import plugsft
+import plugsft.api
 
 FILE = Path(__file__).parent / "data/record.json"
 RELATIVE, ABSOLUTE = 1e-4, 2e-5
@@ -282,7 +282,7 @@ class Recorder:
         output = self.folder / "tokens"
         shutil.rmtree(output, ignore_errors=True)
         tables = tables | {"output": str(output)}
-        seen = plugsft.inspect(tables, rows=100)
+        seen = plugsft.api.inspect(tables, rows=100)
         found = []
         for row in seen.rows:
             ids = [(token.ids, token.trained) for token in row.tokens]
@@ -290,7 +290,7 @@ class Recorder:
             found.append(trained if ids else self.plain(row.summary))
         result: dict[str, Any] = {"rows": found}
         if seen.sources[0].examples:
-            prepared = plugsft.prepare(tables)
+            prepared = plugsft.api.prepare(tables)
             written = datasets.load_from_disk(str(prepared.folder))
             columns = [
                 written[name] for name in ("input_ids", "loss_mask") if name in written.features

@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator
 from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_jsonl
 
-import plugsft
-from plugsft import PlugsftError, hookimpl, plugin, state
+import plugsft.api
+from plugsft import hookimpl, plugin, state
+from plugsft.api import PlugsftError
 from plugsft.api.isolation import isolated
 from plugsft.api.recipes import opened
 from plugsft.api.results import FinishedRun
@@ -95,7 +96,9 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
         fresh[name] = learned(tmp_path / name)
 
     environment = dict(os.environ)
-    plugsft.train(tables, output=tmp_path / "first", train={"steps": 1})  # imports the libraries
+    plugsft.api.train(
+        tables, output=tmp_path / "first", train={"steps": 1}
+    )  # imports the libraries
     assert dict(os.environ) == environment
     Accelerator(cpu=True, mixed_precision="no")  # the user's own: the next run makes another
     torch.manual_seed(3)
@@ -104,7 +107,7 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
     def train(name, **options):
         watching = Watching(**options.pop("watching", {}))
         try:
-            return plugsft.train(tables, plugins=[watching], output=tmp_path / name, **options)
+            return plugsft.api.train(tables, plugins=[watching], output=tmp_path / name, **options)
         finally:
             lives.append(watching.model)
 
@@ -116,7 +119,7 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
     lora_tables = changes_of(tables, LORA)
 
     async def in_a_notebook():
-        return plugsft.train({**tables, **lora_tables}, output=tmp_path / "loop")
+        return plugsft.api.train({**tables, **lora_tables}, output=tmp_path / "loop")
 
     assert learned(asyncio.run(in_a_notebook()).folder) == fresh["lora"]
     with ThreadPoolExecutor(1) as threads:
@@ -139,7 +142,7 @@ def changes_of(tables, changes):
 
 def test_a_run_returns_its_figures_and_its_model(tables, tmp_path):
     changes = {"eval": {"every": 2, "split": "train[:50%]"}}
-    run = plugsft.train(tables, **changes)
+    run = plugsft.api.train(tables, **changes)
     assert (run.status, run.recipe["train"]["batch_size"]) == ("completed", 8)
     assert run.metrics["loss"].tolist() == [line["loss"] for line in read_metrics(run.folder)]
     assert run.evaluations["step"].tolist() == [2, 3] and run.evaluations["eval_loss"].min() > 0
@@ -150,32 +153,32 @@ def test_a_run_returns_its_figures_and_its_model(tables, tmp_path):
     assert "<th" in page and f"{run.metrics['loss'].iloc[-1]:.4f}" in page
     model, answers = run.model(), run.generate(["fox", "owls"], max_tokens=4)
     assert run.model() is model and len(answers) == 2
-    assert answers[:1] == plugsft.generate(run.folder, "fox", max_tokens=4)
+    assert answers[:1] == plugsft.api.generate(run.folder, "fox", max_tokens=4)
     assert len(run.tokenizer()) == model.get_input_embeddings().num_embeddings
     run.unload()
     assert run.model() is not model
-    assert plugsft.load_run(str(run.folder)).status == "completed"
+    assert plugsft.api.load_run(str(run.folder)).status == "completed"
     with pytest.raises(PlugsftError, match="top_p has no effect at temperature 0"):
         run.generate(["fox"], top_p=0.5)
     with pytest.raises(PlugsftError, match="no such folder"):
-        plugsft.load_run(tmp_path / "nowhere")
+        plugsft.api.load_run(tmp_path / "nowhere")
 
 
 def test_prepare_and_inspect_return_data(tables, tmp_path):
     rows = [*chats(20), {"messages": [{"role": "user", "content": "and?"}]}]
     write_jsonl(tmp_path / "data.jsonl", rows)
     changes = {"data": {"on_bad_row": "drop"}}
-    data = plugsft.prepare(tables, **changes)
+    data = plugsft.api.prepare(tables, **changes)
     assert data.rows == 21 and data.examples >= 20 and sum(data.bad_rows.values()) == 1
     assert 0 < data.trained_tokens < data.tokens and data.folder.is_dir()
-    seen = plugsft.inspect(tables, rows=2, **changes)
+    seen = plugsft.api.inspect(tables, rows=2, **changes)
     (source,), (row, _) = seen.sources, seen.rows
     assert (source.tokens, source.trained_tokens) == (data.tokens, data.trained_tokens)
     assert [20] in source.bad_rows.values() and not seen.errors and seen.warnings
     assert rows[0]["messages"][1]["content"].split()[0] in row.trained_text
     assert all(token.ids for token in row.tokens) and row.trained_text in str(row).replace("][", "")
     assert "<pre" in seen._repr_html_() and "line 21: no trained token<" in seen._repr_html_()
-    [error] = plugsft.inspect(tables).errors
+    [error] = plugsft.api.inspect(tables).errors
     assert "line 21" in error and "on_bad_row" in error
 
 
@@ -188,25 +191,25 @@ def test_mistakes_are_exceptions_with_the_words_of_the_command_line(tables, tmp_
     for override, changes in words.items():
         done = run_plugsft(tmp_path / "my.toml", override)
         with pytest.raises(plugsft.RecipeError) as error:
-            plugsft.train(tmp_path / "my.toml", **changes)
+            plugsft.api.train(tmp_path / "my.toml", **changes)
         assert done.stderr == "".join(f"error: {line}\n" for line in str(error.value).splitlines())
-    plugsft.train(tables, train={"steps": 1, "log_every": None})
+    plugsft.api.train(tables, train={"steps": 1, "log_every": None})
     with pytest.raises(
         plugsft.RecipeError, match="holds a finished run: start again with --overwr"
     ):
-        plugsft.train(tables)
+        plugsft.api.train(tables)
     for resume in (True, "auto"):  # nothing to resume
-        assert plugsft.train(tables, train={"steps": 1}, resume=resume).status == "completed"
+        assert plugsft.api.train(tables, train={"steps": 1}, resume=resume).status == "completed"
     with pytest.raises(PlugsftError, match="ranks=0: give 1 or more"):
-        plugsft.train(tables, ranks=0)
+        plugsft.api.train(tables, ranks=0)
     with pytest.raises(PlugsftError, match="resume='yes': give True, False or"):
-        plugsft.train(tables, resume="yes")
+        plugsft.api.train(tables, resume="yes")
     busy = "another run is in progress in this process"
     with isolated(), pytest.raises(PlugsftError, match=busy):
-        plugsft.prepare(tables)
+        plugsft.api.prepare(tables)
     # Two threads: each would restore the environment of the other.
     with opened(tables, [Watching()], (), {}), pytest.raises(PlugsftError, match=busy):
-        plugsft.train(tables, plugins=[Watching()], ranks=2)
+        plugsft.api.train(tables, plugins=[Watching()], ranks=2)
     assert OWN not in os.environ
 
 
@@ -228,11 +231,11 @@ def test_arguments_of_another_kind_are_refused_with_the_kind_to_give(tables, tmp
         ({"resume_from": 3}, "resume_from=3: give the folder of a checkpoint"),
     ):
         with pytest.raises(PlugsftError, match=message):
-            plugsft.train(**{"recipe": tables, **options})
+            plugsft.api.train(**{"recipe": tables, **options})
     with pytest.raises(PlugsftError, match="rows='all': give a whole number"):
-        plugsft.inspect(tables, rows="all")
+        plugsft.api.inspect(tables, rows="all")
     run = FinishedRun(tmp_path)
-    for call in (lambda: plugsft.load_run(None), lambda: plugsft.generate(None, "?")):
+    for call in (lambda: plugsft.api.load_run(None), lambda: plugsft.api.generate(None, "?")):
         with pytest.raises(PlugsftError, match="=None: give a run"):
             call()
     for prompts in (3, [3], [{"role": "user", "content": "?"}], [[{"role": "user"}]]):
@@ -243,7 +246,7 @@ def test_arguments_of_another_kind_are_refused_with_the_kind_to_give(tables, tmp
 
 
 def test_a_message_that_names_an_option_has_a_note_with_the_argument(tables):
-    plugsft.train(tables, train={"steps": 1})
+    plugsft.api.train(tables, train={"steps": 1})
     both = {"overwrite": True, "resume": True}
     for options, note in (
         ({}, "train(..., overwrite=True)"),
@@ -251,13 +254,13 @@ def test_a_message_that_names_an_option_has_a_note_with_the_argument(tables):
         ({"without": ["lora"]}, "train(..., without=[...])"),
     ):
         with pytest.raises(plugsft.RecipeError) as refused:
-            plugsft.train(tables, train={"steps": 1}, **options)
+            plugsft.api.train(tables, train={"steps": 1}, **options)
         assert refused.value.__notes__ == [f"from Python: {note}"]
 
 
 def test_a_plugin_object_trains_with_fresh_state(tables, tmp_path):
     watching = Watching(fail=9)
-    run = plugsft.train(tables, plugins=[watching])
+    run = plugsft.api.train(tables, plugins=[watching])
     assert watching.seen == 3
     [entry] = run.record["plugins"]
     assert (entry["name"], entry["options"]) == ("watching", {"fail": 9, "interrupt": 0})
@@ -268,7 +271,7 @@ def test_a_plugin_object_trains_with_fresh_state(tables, tmp_path):
     assert (
         "plugins.watching: unknown plugin, not installed, and not passed from Python" in done.stderr
     )
-    again = plugsft.train(run.folder / "recipe.toml", plugins=[watching], overwrite=True)
+    again = plugsft.api.train(run.folder / "recipe.toml", plugins=[watching], overwrite=True)
     assert watching.seen == 3 and again.folder == run.folder
 
 
@@ -283,7 +286,7 @@ def test_a_plugin_object_trains_with_fresh_state(tables, tmp_path):
 )
 def test_objects_that_are_no_plugin_or_contradict_the_recipe_are_refused(tables, objects, message):
     with pytest.raises(PlugsftError, match=message):
-        plugsft.train({**tables, "plugins": {"watching": {"fail": 2}}}, plugins=objects)
+        plugsft.api.train({**tables, "plugins": {"watching": {"fail": 2}}}, plugins=objects)
 
 
 MODULE = """
@@ -335,52 +338,54 @@ def module(tmp_path, monkeypatch):
 
 def test_a_class_that_other_processes_need_is_in_a_module(tables, tmp_path, module, monkeypatch):
     monkeypatch.setattr(sources, "SLICE_ROWS", 1)
-    plugsft.prepare(tables)
+    plugsft.api.prepare(tables)
     [tables["model"]["tokenizer"]] = tmp_path.glob("run/scratch/tokenizer-*")
     tables |= {"output": tmp_path / "other", "plugins": {"multiprocess_tokenize": {"workers": 2}}}
     (folder := tmp_path / "processes").mkdir()
     rendering = module.Rendering(folder=str(folder), processes=2)
-    data = plugsft.prepare(tables, plugins=[rendering])
+    data = plugsft.api.prepare(tables, plugins=[rendering])
     assert len(os.listdir(folder)) == 2 and data.rows == 24
     # The notebook's own class works here, and no other process can import it.
     monkeypatch.setattr(module.Rendering, "__module__", "__main__")
     rendering = module.Rendering(folder=str(folder))
     refused = pytest.raises(PlugsftError, match="another process needs its class Rendering")
     with refused:
-        plugsft.prepare(tables, plugins=[rendering], output=tmp_path / "third")
+        plugsft.api.prepare(tables, plugins=[rendering], output=tmp_path / "third")
     with refused:
-        plugsft.train(tables, plugins=[rendering], ranks=2)
-    alone = plugsft.prepare(tables, plugins=[rendering], without=["multiprocess_tokenize"])
+        plugsft.api.train(tables, plugins=[rendering], ranks=2)
+    alone = plugsft.api.prepare(tables, plugins=[rendering], without=["multiprocess_tokenize"])
     assert alone.tokens == data.tokens
 
 
 def test_ctrl_c_ends_a_run_in_order(tables, tmp_path):
-    whole = plugsft.train(tables, output=tmp_path / "whole")
+    whole = plugsft.api.train(tables, output=tmp_path / "whole")
     before = surroundings()["signals"]
-    with pytest.raises(plugsft.Stopped, match="stopped by SIGINT after step 2: saved") as stopped:
-        plugsft.train(tables, plugins=[Watching(interrupt=2)])
+    with pytest.raises(
+        plugsft.api.Stopped, match="stopped by SIGINT after step 2: saved"
+    ) as stopped:
+        plugsft.api.train(tables, plugins=[Watching(interrupt=2)])
     assert stopped.value.__notes__ == ["from Python: train(..., resume=True)"]
     assert surroundings()["signals"] == before
-    run = plugsft.load_run(tmp_path / "run")
+    run = plugsft.api.load_run(tmp_path / "run")
     assert run.status == "stopped" and len(run.metrics) == 2
-    run = plugsft.train(tables, resume=True)
+    run = plugsft.api.train(tables, resume=True)
     assert run.status == "completed" and learned(run.folder) == learned(whole.folder)
 
 
 def test_ranks_start_and_end_by_themselves(tables, tmp_path, module, capsys):
     tables["train"]["epochs"] = 10
-    alone = plugsft.train(tables, output=tmp_path / "alone")
+    alone = plugsft.api.train(tables, output=tmp_path / "alone")
     capsys.readouterr()
     interrupt = module.Interrupt(pid=os.getpid(), step=2)
-    with pytest.raises(plugsft.Stopped, match=r"stopped by SIGINT after step [2-9]: saved"):
-        plugsft.train(tables, ranks=2, plugins=[interrupt])
+    with pytest.raises(plugsft.api.Stopped, match=r"stopped by SIGINT after step [2-9]: saved"):
+        plugsft.api.train(tables, ranks=2, plugins=[interrupt])
     assert ranks_of(os.getpid()) == []
     said = capsys.readouterr().out
     assert "DDP of 2" in said and said.count("step 1/30") == 1
-    stopped = plugsft.load_run(tmp_path / "run").metrics
+    stopped = plugsft.api.load_run(tmp_path / "run").metrics
     wanted = alone.metrics[: len(stopped)]
     assert np.allclose(stopped[["loss", "grad_norm"]], wanted[["loss", "grad_norm"]], rtol=1e-5)
-    resumed = plugsft.train(tables, resume=True)
+    resumed = plugsft.api.train(tables, resume=True)
     assert np.allclose(resumed.metrics["loss"], alone.metrics["loss"], rtol=1e-4)
 
 
@@ -394,20 +399,20 @@ def ranks_of(pid):
 def test_errors_of_ranks_and_the_end_of_their_parent(tables, tmp_path, module):
     failing = module.Interrupt(pid=0, step=2, error="no more")
     with pytest.raises(ValueError, match="no more") as error:
-        plugsft.train(tables, ranks=2, plugins=[failing])
+        plugsft.api.train(tables, ranks=2, plugins=[failing])
     notes = "".join(error.value.__notes__)
     assert "raised by plugin 'interrupt', in its hook 'stepped'" in notes and "Traceback" in notes
     with pytest.raises(plugsft.DataError, match="line 2"):
         rows = write_jsonl(tmp_path / "bad.jsonl", [*chats(1), {"messages": 3}])
-        plugsft.train(tables, ranks=2, data={"source": rows}, output=tmp_path / "bad")
+        plugsft.api.train(tables, ranks=2, data={"source": rows}, output=tmp_path / "bad")
     # A notebook's kernel that is killed leaves no rank behind.
     (tmp_path / "my.toml").write_text(tomli_w.dumps(tables))
     call = "ranks=2, train={'epochs': 1000}, overwrite=True"
-    code = f"import plugsft; plugsft.train({str(tmp_path / 'my.toml')!r}, {call})"
+    code = f"import plugsft.api; plugsft.api.train({str(tmp_path / 'my.toml')!r}, {call})"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert any("step 5/" in line for line in parent.stdout)
     ranks = ranks_of(parent.pid)
     parent.kill()
     parent.communicate()
     assert len(ranks) == 3 and not psutil.wait_procs(ranks, timeout=60)[1]
-    assert plugsft.load_run(tmp_path / "run").status == "stopped"
+    assert plugsft.api.load_run(tmp_path / "run").status == "stopped"

@@ -14,7 +14,8 @@ import time
 import pytest
 from conftest import ROOT, run_plugsft
 
-from plugsft import DiskError, PlugsftError
+from plugsft import DiskError
+from plugsft.api import PlugsftError
 from plugsft.base import atomic as publishing
 from plugsft.base import build_once as claims
 from plugsft.base.atomic import (
@@ -47,7 +48,7 @@ def build(building):
     (building / "half").write_text("half")
     time.sleep(seconds)
     (building / "whole").write_text(str(os.getpid()))
-claims.once(folder, build)
+claims.once(folder, fill=build)
 print((folder / "whole").read_text())
 """
 
@@ -123,7 +124,7 @@ def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch
         return really(claim)
 
     monkeypatch.setattr(claims, "create_claim", slow)
-    once(place, build=None)
+    once(place, fill=None)
     assert left_over(place) == []
 
 
@@ -135,7 +136,7 @@ def test_a_failing_build_leaves_nothing(place):
     with pytest.raises(ZeroDivisionError), publish(place) as building:
         build(building)
     with pytest.raises(ZeroDivisionError):
-        once(place, build)
+        once(place, fill=build)
     assert list(place.parent.iterdir()) == []
 
 
@@ -149,10 +150,12 @@ def test_what_ctrl_c_left_is_gone_on_from(place):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        once(place, interrupted)
+        once(place, fill=interrupted)
     assert left_over(place) == [".folder.parts-000001"]
     found = []
-    once(place, lambda building: found.extend(sorted(path.name for path in building.iterdir())))
+    once(
+        place, fill=lambda building: found.extend(sorted(path.name for path in building.iterdir()))
+    )
     assert found == ["data-1", "data-1.json"], "what was being written is not kept"
     assert damage(place) is None and left_over(place) == []
 
@@ -164,7 +167,7 @@ def test_links_in_a_shared_cache_are_not_gone_on_from(place, tmp_path):
     private.chmod(0o600)
     (place.parent / f".{place.name}.parts-000001").mkdir(parents=True)
     (place.parent / f".{place.name}.parts-000001/data-1").symlink_to(private)
-    once(place, lambda building: None)
+    once(place, fill=lambda building: None)
     assert private.stat().st_mode & 0o777 == 0o600 and not (place / "data-1").exists()
 
 
@@ -239,11 +242,11 @@ def test_a_damaged_folder_is_built_again(place, harm):
     def build(building):
         (building / "a").write_text("text")
 
-    once(place, build)
+    once(place, fill=build)
     harm(place)
-    once(place, build)
+    once(place, fill=build)
     assert damage(place) is None and left_over(place) == []
-    once(place, build=None)
+    once(place, fill=None)
 
 
 ENDLESS = f'{{"a": [Infinity, "{"0" * 32}"]}}'
@@ -251,22 +254,22 @@ ENDLESS = f'{{"a": [Infinity, "{"0" * 32}"]}}'
 
 @pytest.mark.parametrize("manifest", ["{", None, ENDLESS])
 def test_a_folder_without_a_readable_manifest_is_not_replaced(place, manifest):
-    once(place, lambda building: (building / "a").write_text("text"))
+    once(place, fill=lambda building: (building / "a").write_text("text"))
     (place / MANIFEST).unlink() if manifest is None else (place / MANIFEST).write_text(manifest)
     with pytest.raises(DiskError, match=r"did not write .*/a, or .* is damaged; move the folder"):
-        once(place, fill_python)
+        once(place, fill=fill_python)
     assert (place / "a").read_text() == "text"
     assert {path.name for path in place.parent.iterdir()} == {place.name}
 
 
 def test_a_folder_that_may_not_stay_stays_until_the_new_one_is_there(place):
-    once(place, lambda building: (building / "a").write_text("old"))
+    once(place, fill=lambda building: (building / "a").write_text("old"))
 
     def build(building):
         assert (place / "a").read_text() == "old"
         (building / "a").write_text("new")
 
-    once(place, build, is_complete=lambda folder: (folder / "a").read_text() == "new")
+    once(place, fill=build, is_complete=lambda folder: (folder / "a").read_text() == "new")
     assert (place / "a").read_text() == "new" and left_over(place) == []
 
 
@@ -298,7 +301,7 @@ def test_eight_processes_build_one_folder_once(start, tmp_path, place):
     all_of_them = [start(0.5) for _ in range(8)]
     said = [process.communicate(timeout=60)[0] for process in all_of_them]
     (builder,) = builders(tmp_path, 1)
-    assert {int(words) for words in said} == {builder}
+    assert {int(words.split()[-1]) for words in said} == {builder}
     assert damage(place) is None and left_over(place) == []
 
 
@@ -324,7 +327,7 @@ def test_a_waiter_follows_when_the_building_fails(place, start, tmp_path):
     second = start()
     time.sleep(0.3)
     os.kill(first.pid, signal.SIGINT)
-    assert int(second.communicate(timeout=20)[0]) == second.pid
+    assert int(second.communicate(timeout=20)[0].split()[-1]) == second.pid
     assert left_over(place) == []
 
 
@@ -333,10 +336,10 @@ def test_a_builder_without_a_heartbeat_is_outbid_and_does_no_harm(start, tmp_pat
     builders(tmp_path, 1)
     os.kill(first.pid, signal.SIGSTOP)
     second = start(patience=1.0)
-    assert int(second.communicate(timeout=30)[0]) == second.pid
+    assert int(second.communicate(timeout=30)[0].split()[-1]) == second.pid
     os.kill(first.pid, signal.SIGCONT)
     # It finds the name taken, throws its own away, and goes on with the other's.
-    assert int(first.communicate(timeout=30)[0]) == second.pid
+    assert int(first.communicate(timeout=30)[0].split()[-1]) == second.pid
     assert builders(tmp_path, 2) == [first.pid, second.pid]
     assert damage(place) is None and left_over(place) == []
 
@@ -348,7 +351,7 @@ def test_a_sleeper_that_wakes_while_another_builds_waits_for_it(start, tmp_path,
     second = start(2.5, patience=1.0)
     builders(tmp_path, 2)
     os.kill(first.pid, signal.SIGCONT)
-    said = {int(process.communicate(timeout=30)[0]) for process in (first, second)}
+    said = {int(process.communicate(timeout=30)[0].split()[-1]) for process in (first, second)}
     assert said == {second.pid} and len(builders(tmp_path, 2)) == 2
     assert (place / "whole").read_text() == str(second.pid)
     assert damage(place) is None and left_over(place) == []
@@ -360,7 +363,7 @@ def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place)
     waiting = [start(0.5) for _ in range(6)]
     time.sleep(1.5)
     os.kill(first.pid, signal.SIGKILL)
-    said = {int(process.communicate(timeout=60)[0]) for process in waiting}
+    said = {int(process.communicate(timeout=60)[0].split()[-1]) for process in waiting}
     assert builders(tmp_path, 2) == [first.pid, *said] and len(said) == 1
     assert damage(place) is None and left_over(place) == []
 
@@ -395,7 +398,7 @@ def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
     first = start(3.0, patience=1.0)
     builders(tmp_path, 1)
     second = start(patience=1.0)
-    said = {int(process.communicate(timeout=30)[0]) for process in (first, second)}
+    said = {int(process.communicate(timeout=30)[0].split()[-1]) for process in (first, second)}
     assert said == set(builders(tmp_path, 1)) and len(said) == 1
 
 
@@ -404,7 +407,7 @@ def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, text):
     place.parent.mkdir()
     (place.parent / f".{place.name}.claim-000001").write_text(text)
     only = start(patience=0.5)
-    assert int(only.communicate(timeout=30)[0]) == only.pid and left_over(place) == []
+    assert int(only.communicate(timeout=30)[0].split()[-1]) == only.pid and left_over(place) == []
 
 
 SLEEPER = """
@@ -446,12 +449,14 @@ def test_what_another_machine_left_is_swept_when_it_is_a_day_old(place):
     assert not half.exists()
 
 
-def test_waiting_is_told(tmp_path, place, start):
+def test_a_process_that_waits_for_another_says_so_once(tmp_path, place, start, capsys):
     first = start(1.0)
     builders(tmp_path, 1)
-    calls = []
-    once(place, build=None, waiting=lambda: calls.append(1))
-    assert calls and first.wait(timeout=20) == 0
+    once(place, fill=None)
+    assert capsys.readouterr().out.splitlines() == [
+        f"waiting for another process, which makes {place}"
+    ]
+    assert first.wait(timeout=20) == 0
 
 
 def fill_python(building):
@@ -486,7 +491,7 @@ def fill_tokenizer(building):
 def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
     place = small_disk / "folder"
     with pytest.raises(PlugsftError, match=r"the disk is full \([\d.,]+ \w+ are free\)") as caught:
-        once(place, fill)
+        once(place, fill=fill)
     assert str(caught.value).startswith(f"{place}: cannot be written: ")
     assert str(caught.value).endswith("; free some, or give another folder (output=...)")
     assert "\n" not in str(caught.value)
@@ -519,7 +524,7 @@ def test_a_limit_of_size_is_told_too(place):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(PlugsftError, match=r"folder: cannot be written: file too large"):
-            once(place, fill_python)
+            once(place, fill=fill_python)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(place.parent.iterdir()) == []
@@ -584,5 +589,5 @@ def test_a_process_of_another_machine_is_not_looked_up_here(start, place, tmp_pa
     only = start(patience=1.0)
     time.sleep(0.7)
     assert not (tmp_path / "note").exists(), "the other may live: its heartbeat decides"
-    assert int(only.communicate(timeout=30)[0]) == only.pid
+    assert int(only.communicate(timeout=30)[0].split()[-1]) == only.pid
     assert left_over(place) == []

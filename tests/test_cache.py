@@ -26,7 +26,8 @@ from forks import FORKS
 from plugin_packages import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plugsft import DataError, PlugsftError
+from plugsft import DataError
+from plugsft.api import PlugsftError
 from plugsft.base import checksums as digests
 from plugsft.base.atomic import HOST_ID, damage, is_whole, publish
 from plugsft.base.build_once import PATIENCE
@@ -323,7 +324,7 @@ def build(folder):
     (folder / "data-1").write_text("x" * 5000)
     print("begun", flush=True)
     time.sleep(100)
-once(Path(sys.argv[1]), build)
+once(Path(sys.argv[1]), fill=build)
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_resume import FSDP2, Run, on_ranks
 
-from plugsft import PlugsftError
+from plugsft.api import PlugsftError
 from plugsft.base.atomic import MANIFEST, list_checkpoints
 from plugsft.ranks import shard_files
 

@@ -12,7 +12,7 @@ from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_rec
 from hub_server import READER, TOKEN, Repo, environment, serve
 from huggingface_hub import ModelCard
 
-from plugsft import PlugsftError
+from plugsft.api import PlugsftError
 from plugsft.base.atomic import damage
 from plugsft.export.folder import ensure_model
 from plugsft.export.hub import is_edited, model_card

@@ -16,7 +16,7 @@ import pytest
 from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from test_docs import parse
 
-from plugsft import PlugsftError
+from plugsft.api import PlugsftError
 from plugsft.commands.overview import schema_text
 from plugsft.commands.starting_files import SCHEMA, commands_of, files_of, print_kinds, write
 from plugsft.registry.load import load

@@ -17,7 +17,8 @@ from plugin_packages import activate, install
 from rich.cells import cell_len
 from rich.console import Console
 
-from plugsft import DataError, PlugsftError, RecipeError
+from plugsft import DataError, RecipeError
+from plugsft.api import PlugsftError
 from plugsft.audit import inspect_data as inspection_page
 from plugsft.audit.rows import choose_ranges, histogram, quantiles
 from plugsft.audit.tokens import Piece, draw, make_visible

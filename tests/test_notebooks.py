@@ -11,7 +11,7 @@ from conftest import ROOT, only_full, read_metrics, tiny_tables
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 TRAIN = """
-import plugsft
+import plugsft.api
 from plugsft import hookimpl, plugin, state
 
 @plugin()
@@ -27,10 +27,10 @@ class Slow:
             time.sleep(0.5)
 
 slow = Slow(after=2)
-plugsft.train(TABLES, plugins=[slow])
+plugsft.api.train(TABLES, plugins=[slow])
 """
 RESUME = """
-run = plugsft.train(TABLES, resume=True, train={"epochs": 4})
+run = plugsft.api.train(TABLES, resume=True, train={"epochs": 4})
 print(slow.seen[:3], len(run.metrics))
 run
 """

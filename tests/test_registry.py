@@ -312,7 +312,7 @@ class Wraps:
     )
     active = resolve(tables)[1].attach(DataDefaults(None))
     key = {"seen": []}
-    assert active.hooks.cache(key=key, build=None, read=None, share=None) == "here"
+    assert active.hooks.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
     described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
     assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
@@ -464,11 +464,11 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "    render(rows, tokenizer, data)",
         "    encode(texts, tokenizer, special_tokens)",
         "  tokenize(slices, work)",
-        "cache(key, build, read, share)",
+        "cache(key, build, read)",
         "    render(rows, tokenizer, data)",
         "    encode(texts, tokenizer, special_tokens)",
         "  tokenize(slices, work)",
-        "cache(key, build, read, share)",
+        "cache(key, build, read)",
         "optimize_model(load)",
         "optimizer(model, train)",
         *["add_columns(model, ranks, tokens)"] * 2,  # what is trained on, and what is evaluated

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
 
-from plugsft import DataError, PlugsftError, RecipeError
+from plugsft import DataError, RecipeError
+from plugsft.api import PlugsftError
 from plugsft.commands.data import inspect
 from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources

@@ -39,6 +39,8 @@ class ArrowCache:
     in_memory: bool = False
     """Read all tokens at once, for file systems where mapping is slow."""
 
+    since: float = state(0.0)
+    """When this run began, if it rebuilds entries."""
     results: list[str] = state([])
     """Hit or miss of each entry."""
 
@@ -49,6 +51,7 @@ class ArrowCache:
             raise RecipeError(f"folder: {self.folder} is a file; give a folder")
         if self.refresh and self.read_only:
             raise RecipeError("refresh writes and read_only must not; set one of them")
+        self.since = time.time() if self.refresh else 0.0
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size))
         if self.refresh and local_ranks < machine.world_size:
             raise RecipeError(
@@ -60,18 +63,17 @@ class ArrowCache:
     def cache(
         self,
         key: dict[str, Any],
-        build: Callable[[Path], None],
+        build: Callable[..., bool],
         read: Callable[..., Any],
-        share: Callable[..., None] | None,
     ) -> Any:
         """Open an entry, or build it; if the disk refuses, let the core store the tokens."""
         from .entry import Entry
 
         started = time.perf_counter()
         home = Path(self.folder) if self.folder else cache_folder()
-        entry = Entry(home / "tokens" / digest(key), key, read, self.refresh, self.read_only)
+        entry = Entry(home / "tokens" / digest(key), key, read, self.since, self.read_only)
         try:
-            built = entry.ensure(build, share)
+            built = entry.ensure(build)
         except DiskError as error:
             say(f"cache: not used, the run continues without it: {error.reason}")
             self.results.append(f"not used: {error.reason}")

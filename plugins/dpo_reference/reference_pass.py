@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
-from plugsft.kit import Tokens, lay_out, shard_of, sum_per_answer
+from plugsft.kit import Tokens, lay_out, shard_of
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
 
@@ -147,7 +147,8 @@ class ReferencePass:
         targets = torch.from_numpy(self.tokens.sequence_targets(pairs)).to(self.device)
         with self.without_adapters() if self.without_adapters else nullcontext():
             losses = self.model.score(self.tokens, pairs, self.reference)
-        return sum_per_answer(losses, targets).view(-1, 2)
+        sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+        return -sums.view(-1, 2)
 
     def recheck(self, stored: LogProbs) -> None:
         """Compute random pairs again; stop if they differ from the stored ones."""

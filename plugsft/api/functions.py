@@ -1,4 +1,4 @@
-"""`plugsft.train` and its like: the commands as functions.
+"""`plugsft.api`: the commands as functions.
 
 They run in scripts and notebooks. Each call leaves the process as it was. Mistakes are exceptions
 of `plugsft` with the words of the command line, never SystemExit.
@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.errors import PlugsftError
-from .messages import ensure_kind
+from .messages import PathLike, RecipeLike, ensure_kind
 from .results import FinishedRun, Inspection, PreparedData, Turns, inspected_source, prepared_data
-
-PathLike = str | Path
-RecipeLike = PathLike | Mapping[str, Any]
 
 
 def train(
@@ -33,7 +30,7 @@ def train(
     a key. `plugins`: objects of plugin classes, or tables as in the recipe. `ranks`: processes
     that train together on this machine. The others are the options of `plugsft train`.
 
-        run = plugsft.train("my.toml", train={"epochs": 1}, output="runs/short")
+        run = plugsft.api.train("my.toml", train={"epochs": 1}, output="runs/short")
         print(run.metrics["loss"].iloc[-1])
     """
     from ..start.resume import Resume
@@ -70,7 +67,7 @@ def prepare(
 
     The arguments are those of `train`.
 
-        plugsft.prepare("my.toml").trained_tokens
+        plugsft.api.prepare("my.toml").trained_tokens
     """
     from .recipes import opened
 
@@ -98,7 +95,7 @@ def inspect(
     `rows`: how many rows of each source, from `first` on. `everything`: audit every row, not a
     sample of 1,000. Problems are returned, not raised: see `Inspection.errors`.
 
-        seen = plugsft.inspect("my.toml", rows=1)
+        seen = plugsft.api.inspect("my.toml", rows=1)
         print(seen.rows[0].trained_text, seen.warnings)
     """
     from .recipes import opened
@@ -120,7 +117,7 @@ def inspect(
 def load_run(folder: PathLike) -> FinishedRun:
     """Return the run in an output folder, finished or not.
 
-    run = plugsft.load_run("runs/my-model")
+    run = plugsft.api.load_run("runs/my-model")
     run.metrics.tail()
     """
     ensure_kind("folder", folder, PathLike, "a run's output folder")
@@ -137,7 +134,7 @@ def generate(
     `run`: a run, its output folder, or a Hugging Face folder. `options`: those of
     `FinishedRun.generate`, such as system, max_tokens and temperature.
 
-        plugsft.generate("runs/my-model", ["What is a checkpoint?"], max_tokens=64)
+        plugsft.api.generate("runs/my-model", ["What is a checkpoint?"], max_tokens=64)
     """
     ensure_kind("run", run, FinishedRun | PathLike, "a run, or its output folder")
     finished = run if isinstance(run, FinishedRun) else FinishedRun(Path(run))

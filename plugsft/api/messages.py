@@ -3,11 +3,15 @@
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
+
+PathLike = str | Path
+RecipeLike = PathLike | Mapping[str, Any]
 
 ARGUMENTS = {
     "overwrite": "overwrite=True",
@@ -16,7 +20,7 @@ ARGUMENTS = {
     "resume-from": "resume_from=...",
     "without": "without=[...]",
 }
-"""Option of the command line -> argument of `plugsft.train`."""
+"""Option of the command line -> argument of `plugsft.api.train`."""
 
 
 @contextmanager

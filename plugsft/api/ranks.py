@@ -1,4 +1,4 @@
-"""Several ranks on this machine for `plugsft.train(ranks=...)`: started, followed, and ended.
+"""Several ranks on this machine for `plugsft.api.train(ranks=...)`: started, followed, and ended.
 
 Each rank is `python -m plugsft.api.ranks FOLDER`, below the launcher that `plugsft launch` uses.
 """

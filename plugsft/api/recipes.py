@@ -1,4 +1,4 @@
-"""Recipes given to `plugsft.train` and its like: a file, or tables with own classes as plugins."""
+"""Recipes for `plugsft.api`: a file, or tables with own classes as plugins."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ from ..registry.active import Active, options_of
 from ..registry.contracts import inspect_hooks
 from ..registry.discover import OWN, FoundPlugin, find
 from ..registry.load import resolve
-from .messages import alone, ensure_kind, errors
+from .messages import RecipeLike, alone, ensure_kind, errors
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Source:
 
 @contextmanager
 def opened(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: RecipeLike,
     plugins: Sequence[object] | Mapping[str, Any],
     without: Sequence[str],
     overrides: Mapping[str, Any],
@@ -159,7 +159,7 @@ def opened(
 
 
 def read_source(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: RecipeLike,
     plugins: Sequence[object] | Mapping[str, Any],
     without: Sequence[str],
     overrides: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""What `plugsft.prepare`, `inspect` and `load_run` return."""
+"""What `plugsft.api.prepare`, `inspect` and `load_run` return."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ Turns = list[dict[str, str]]
 class FinishedRun:
     """A run's output folder: status, figures, metrics, and the model.
 
-    run = plugsft.load_run("runs/my-model")
+    run = plugsft.api.load_run("runs/my-model")
     print(run.status, run.metrics["loss"].iloc[-1])
     """
 
@@ -210,7 +210,7 @@ class FinishedRun:
         repetition_penalty: float | None = None,
         seed: int | None = None,
     ) -> list[str]:
-        """Return the model's answers to questions or chats; see `plugsft.generate`.
+        """Return the model's answers to questions or chats; see `plugsft.api.generate`.
 
         run.generate(["What is a checkpoint?"], max_tokens=64)
         """

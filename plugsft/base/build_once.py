@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .atomic import (
     sweep,
     writing,
 )
+from .console import say
 
 HEARTBEAT = 1.0
 PATIENCE = 30.0
@@ -34,14 +36,13 @@ Share = Callable[[Path, IsComplete], None] | None
 """Builds parts of a folder together with other processes, until all are there."""
 
 
+say_once = cache(say)
+
+
 def once(
-    folder: Path,
-    build: Fill,
-    waiting: Callable[[], None] = lambda: None,
-    is_complete: IsComplete = is_whole,
-    share: Share = None,
-) -> Path:
-    """Return a folder; if it is not complete, one of the calling processes builds it.
+    folder: Path, is_complete: IsComplete = is_whole, *, fill: Fill, share: Share = None
+) -> bool:
+    """Build a folder in one of the calling processes, if it is not complete; True in that one.
 
     Before, each process calls `share`, if there is one, to build parts together with the others.
     The right to build is a file with a heartbeat: it works between machines, where locks of the
@@ -55,12 +56,12 @@ def once(
             share(folder, is_complete)
         with claim(folder, watch) as own:
             if own is None:
-                waiting()
+                say_once(f"waiting for another process, which makes {folder}")
                 # Processes that claim at the same time all give up: they retry at other times.
                 time.sleep(0.05 + os.getpid() % 100 / 1000)
-            elif not is_complete(folder) and _build(folder, build, own, is_complete):
-                break
-    return folder
+            elif not is_complete(folder) and _build(folder, fill, own, is_complete):
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,14 @@ def build_folders(folder: Path) -> list[Path]:
     return sorted(folder.parent.glob(f".{folder.name}.parts-*"))
 
 
-def _build(folder: Path, build: Fill, own: Claim, is_complete: IsComplete) -> bool:
+def _build(folder: Path, fill: Fill, own: Claim, is_complete: IsComplete) -> bool:
     """Build a folder; return False if another process has taken over meanwhile."""
     building = own.path.with_name(own.path.name.replace(".claim-", ".parts-"))
     try:
         with writing(folder):
             sweep(folder.parent)
             _take_over(build_folders(folder), building)
-            build(building)
+            fill(building)
             if folder.exists() and not is_complete(folder):
                 discard(folder)
             finish(building, folder, is_complete)
@@ -180,8 +181,8 @@ def create_claim(path: Path) -> Iterator[Claim | None]:
 
 def claims_of(folder: Path) -> dict[Path, str]:
     """Return the claims to a folder with their texts."""
-    paths = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
-    return {path: text for path in paths if (text := text_of(path)) is not None}
+    paths = folder.parent.glob(f".{folder.name}.claim-*")
+    return {path: text for path in sorted(paths) if (text := text_of(path)) is not None}
 
 
 def text_of(path: Path) -> str | None:

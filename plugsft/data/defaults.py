@@ -1,14 +1,11 @@
 """The core's answers to the hooks of the data path. They need no torch."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.build_once import Fill, Share, once
 from ..base.checksums import digest
-from ..base.console import say
 from ..base.types import Encoded, Rendered, Row, Shard, Slice
 from ..hooks import Work, hookimpl
 from ..recipe.tables import Data
@@ -45,8 +42,9 @@ class DataDefaults:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Fill, read: Callable[..., Any], share: Share
+        self, key: dict[str, Any], build: Callable[..., bool], read: Callable[..., Any]
     ) -> Any:
         """Store tokens in the run's output folder."""
-        say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return read(once(self.output / "tokens" / digest(key), build, say_once, share=share), False)
+        folder = self.output / "tokens" / digest(key)
+        build(folder)
+        return read(folder)

@@ -211,11 +211,12 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
 
     started, trained = time.perf_counter(), []
 
-    def build(folder: Path) -> None:
+    def fill(folder: Path) -> None:
         trained.append(train_tokenizer(sources, make_renderer(recipe, active), scratch.vocab))
         trained[0].save_pretrained(folder)
 
-    folder = once(recipe.folder / "scratch" / f"tokenizer-{digest(key)}", build)
+    folder = recipe.folder / "scratch" / f"tokenizer-{digest(key)}"
+    once(folder, fill=fill)
     origin = "from cache, trained on the data before"
     if trained:
         seconds = time.perf_counter() - started
@@ -266,7 +267,7 @@ def _prepare_tokens(
     key = key_of(work, sources, active)
     started, built = time.perf_counter(), []
 
-    def build(folder: Path) -> None:
+    def fill(folder: Path) -> None:
         built.append(folder)
         work.folder, slices = folder, work.cut(sources)
         # Finished shards of a killed build.
@@ -290,8 +291,8 @@ def _prepare_tokens(
             (folder / shard.file).with_suffix(".json").unlink()
 
     share = share_slices and partial(share_slices, work, sources)
-    entry: Any = active.hooks.cache(key=key, build=build, read=Tokens, share=share)
-    tokens = _name_sources(entry, work)
+    build = partial(once, fill=fill, share=share)
+    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     weights = tokens.columns.get(WEIGHT)

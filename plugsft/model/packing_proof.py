@@ -301,12 +301,13 @@ def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
         "attention": ATTENTION,
     }
 
-    def build(folder: Path) -> None:
+    def fill(folder: Path) -> None:
         facts = probe_copy(model_class, causal.config, longest)
         write_text(folder / "facts.json", json.dumps(facts, indent=1))
 
+    folder = cache_folder() / "twins" / digest(key)
     try:
-        folder = once(cache_folder() / "twins" / digest(key), build)
+        once(folder, fill=fill)
         facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf8"))
     except (DiskError, OSError, ValueError):
         return probe_copy(model_class, causal.config, longest)

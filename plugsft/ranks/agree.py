@@ -22,6 +22,7 @@ import xxhash
 from accelerate import Accelerator
 from torch import Tensor
 
+from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
 from .failures import failure, reason_of
@@ -316,7 +317,7 @@ class RankGroup:
                 raise
 
         try:
-            value = self._hooks.cache(key=key, build=begin, read=read, share=None)
+            value = self._hooks.cache(key=key, build=functools.partial(once, fill=begin), read=read)
         except Exception as error:
             if not failures:
                 from_main((FAILED, reason_of(error)))

@@ -1,4 +1,4 @@
-"""Train a loaded recipe, as the command and `plugsft.train` do."""
+"""Train a loaded recipe, as the command and `plugsft.api.train` do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> None:
-    """Train a loaded recipe, as the command and `plugsft.train` do."""
+    """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
     from .before_run import check_inputs, one_at_a_time, output_folder
