@@ -135,7 +135,7 @@ def test_a_killed_run_uploads_what_is_missing_after_a_resume(hub, tmp_path):
 @only_full
 def test_an_upload_that_fails_leaves_the_run_and_its_command(hub, tmp_path):
     hub.faults += [("POST .*/commit", 500)] * 1000
-    code, out = ran(hub, tmp_path, recipe_of(tmp_path, wait_minutes=0.1))
+    code, out = ran(hub, tmp_path, recipe_of(tmp_path, wait_minutes=0.5))
     assert code == 0, out
     assert "warning: push: model was not uploaded: the time to wait is over" in out
     assert len(hub.repos["me/tiny"].commits) == 1
