@@ -121,12 +121,12 @@ def test_a_rank_that_fails_ends_all_with_its_reason(said, name, failing, own, ot
         assert one[name] == expected, rank
 
 
-def test_ranks_at_different_operations_are_told_of_both(said):
+def test_an_error_names_both_operations_of_ranks_that_differ(said):
     text = "the ranks are at different operations: rank 0 has evaluating, ranks 1-3 have saving"
     assert {one["elsewhere"] for one in said} == {("TrainError", text)}
 
 
-def test_ranks_that_differ_are_told_in_what(said):
+def test_an_error_names_what_differs_between_ranks(said):
     text = (
         "the ranks differ in seed: ranks 0-1 have 0, ranks 2-3 have 1; "
         "tokens: ranks 0-1, 3 have a, rank 2 has b. Cure."

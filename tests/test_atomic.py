@@ -180,7 +180,7 @@ def test_half_files_are_not_published(place):
     assert list(json.loads((place / MANIFEST).read_text())) == [".kept"]
 
 
-def test_who_comes_second_keeps_what_is_there_unless_told_to_replace(place):
+def test_the_second_process_replaces_a_folder_only_if_asked(place):
     for text in ("first", "second"):
         with publish(place) as building:
             (building / "a").write_text(text)
@@ -488,7 +488,7 @@ def fill_tokenizer(building):
 
 
 @pytest.mark.parametrize("fill", [fill_python, fill_arrow, fill_safetensors, fill_tokenizer])
-def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
+def test_a_full_disk_is_named_with_path_and_free_space(small_disk, fill):
     place = small_disk / "folder"
     with pytest.raises(PlugsftError, match=r"the disk is full \([\d.,]+ \w+ are free\)") as caught:
         once(place, fill=fill)
@@ -518,7 +518,7 @@ def test_a_disk_too_small_for_the_first_checkpoint_is_known_before_anything_is_p
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_limit_of_size_is_told_too(place):
+def test_a_file_size_limit_is_named(place):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores the signal, so that the write fails with EFBIG.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))

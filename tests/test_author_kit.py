@@ -465,7 +465,7 @@ def test_a_run_that_is_too_short_to_resume_is_named(install):
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_a_plugin_that_is_not_installed_is_told_how(law):
+def test_a_law_says_how_to_install_a_missing_plugin(law):
     with pytest.raises(AssertionError, match=r"no plugin 'nowhere' .* pip install -e \."):
         law("nowhere")
 

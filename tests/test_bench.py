@@ -401,7 +401,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
 
 
 @only_full
-def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path, forked_trials):
+def test_a_plugin_that_fails_is_named_and_the_others_are_measured(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
     words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
     result = run_plugsft("bench", path, *words)

@@ -385,7 +385,7 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1,5GB", "1iB", "one"])
-def test_sizes_that_are_none_are_told(text):
+def test_texts_that_are_no_size_are_refused(text):
     with pytest.raises(PlugsftError, match=r"--memory: given '.*'; write it as 20GiB"):
         parse_size(text, "--memory")
 

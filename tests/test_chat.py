@@ -63,7 +63,7 @@ def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
     assert run_plugsft("chat", run / "model", "--ask", "Who?").stdout == "Me.\n"
 
 
-def test_an_answer_without_a_word_is_told(run, tmp_path):
+def test_an_empty_answer_gives_a_note(run, tmp_path):
     mute = shutil.copytree(run / "model", tmp_path / "mute")
     (mute / "manifest.json").unlink()
     config = json.loads((mute / "generation_config.json").read_text())
@@ -74,7 +74,7 @@ def test_an_answer_without_a_word_is_told(run, tmp_path):
     assert run_plugsft("chat", mute, typed="Who?\n").stdout == f"{talk.EMPTY}\n"
 
 
-def test_a_streamed_answer_without_a_word_is_told_and_any_other_is_not(speaker, capsys):
+def test_an_empty_streamed_answer_gives_a_note_and_any_other_does_not(speaker, capsys):
     tokenizer, end = speaker.tokenizer, speaker.stops[0]
     for ids, says in (([end], talk.EMPTY), ([*tokenizer.encode("Me."), end], "Me.")):
         streamer = talk.Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -119,7 +119,7 @@ def test_without_a_template_the_text_goes_on(run, speaker):
     assert plain.answer([plain.ask(text)]) == ["Me."]
 
 
-def test_max_tokens_and_temperature_are_heard(run, speaker):
+def test_max_tokens_and_temperature_are_used(run, speaker):
     short = talk.Speaker(speaker.model, speaker.tokenizer, 1, 0.0)
     assert short.answer([short.ask("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
     hot = talk.Speaker(speaker.model, speaker.tokenizer, 16, 50.0)

@@ -226,7 +226,7 @@ def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeyp
     assert not check(path, "plugins.fast_tokenizer.engine=transformers").warn
 
 
-def test_windows_that_are_dealt_again_are_told_with_their_micro_batches(tiny, check):
+def test_steps_that_are_planned_again_are_named_with_their_micro_batches(tiny, check):
     path = tiny(plugins={"length_group": {}})
     ranks, steps = (line for line in check(path).ok if line.startswith(("ranks", "steps")))
     assert ranks.endswith("1 rank; batches are planned by length_group")

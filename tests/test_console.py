@@ -35,7 +35,7 @@ def test_other_ranks_are_silent_but_for_errors(monkeypatch, capsys):
     assert (said.out, said.err) == ("", "this\n")
 
 
-def test_no_bar_where_nobody_watches(capsys):
+def test_no_bar_without_a_terminal(capsys):
     with console.progress("tokenizing", 3, "rows") as advance:
         advance(3, "30 tokens")
     assert capsys.readouterr().out == ""

@@ -346,7 +346,7 @@ def test_a_model_that_cannot_be_traced_is_refused(tmp_path, recipe):
         meta.trace(batch, "cpu", flash=False)
 
 
-def test_stored_recomputed_and_offloaded_activations_are_told_apart(recipe, tmp_path):
+def test_stored_recomputed_and_offloaded_activations_are_counted_separately(recipe, tmp_path):
     """What a GPU holds falls with each; the host holds what the device does not."""
     loaded, active = registry.load(recipe)
     active.attach(DataDefaults(loaded.folder), BatchDefaults())

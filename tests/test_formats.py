@@ -23,7 +23,7 @@ def reason(row, kind="messages"):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_format_is_told_by_its_columns(kind):
+def test_a_format_is_recognised_by_its_columns(kind):
     row = dict.fromkeys(FORMATS[kind], "")
     assert format_of({"id": 1, **row}) == kind
     for column in row:

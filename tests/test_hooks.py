@@ -90,7 +90,7 @@ HEARS = """
 """
 
 
-def test_a_plugin_hears_the_whole_life_of_a_run(tiny, tmp_path, monkeypatch):
+def test_a_plugin_gets_every_notice_of_a_run(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path, hears=HEARS), monkeypatch)
     file = tmp_path / "heard"
     recipe = tiny(

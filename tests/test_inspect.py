@@ -412,7 +412,7 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
     assert any("unknown role" in words and HOSTILE.split()[0] in words for words in page.words)
 
 
-def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
+def test_the_page_says_what_the_terminal_says(tiny, tmp_path, inspect):
     html = tmp_path / "page.html"
     path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
     shown = inspect(path, "data.max_length=40", html=html)

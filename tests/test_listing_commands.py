@@ -102,7 +102,7 @@ def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, ca
     assert "volume = 5" in printed and '"horn"' in printed and "not run yet" in printed
 
 
-def test_the_core_answers_every_stage_and_hears_what_is_listed(tiny):
+def test_the_core_answers_every_stage_and_the_listed_notices(tiny):
     recipe, active = load(tiny())
     core = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
     active.attach(*core, Record(recipe, look(), active))

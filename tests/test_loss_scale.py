@@ -215,7 +215,7 @@ def test_a_run_whose_every_step_overflows_ends_with_the_cure(plants, tmp_path):
     assert 'Set model.dtype = "bfloat16" or "float32"' in done.stderr
 
 
-def test_many_skipped_steps_in_a_row_are_told_once(capsys):
+def test_many_skipped_steps_in_a_row_give_one_warning(capsys):
     AcceleratorState._reset_state(reset_partial_state=True)
     scale = LossScale(Accelerator(cpu=True, mixed_precision="fp16"))
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -57,7 +57,7 @@ def test_the_micro_batch_its_tokens_and_the_cures_are_named(limited):
         assert cure in result.stderr
 
 
-def test_an_evaluation_is_told_from_a_step(limited, tmp_path):
+def test_an_out_of_memory_error_names_the_evaluation_or_the_step(limited, tmp_path):
     held_out = write_jsonl(tmp_path / "long.jsonl", LONG)
     words = (f"eval.source={held_out}", "eval.every=1", "data.max_length=4096")
     result = run_plugsft(limited(rows=[]), *words)

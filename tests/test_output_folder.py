@@ -218,7 +218,7 @@ def test_a_checkpoint_from_elsewhere_does_not_mix_with_a_run(finished, tmp_path)
         ("gpt2", []),
     ],
 )
-def test_a_model_that_is_not_there_is_no_matter_of_the_hub(tmp_path, monkeypatch, name, says):
+def test_a_missing_model_folder_does_not_ask_the_hub(tmp_path, monkeypatch, name, says):
     run = tmp_path / "runs/quickstart"
     (run / "model").mkdir(parents=True)
     (run / "run.json").write_text("{}")
@@ -284,7 +284,7 @@ def test_only_what_can_be_read_is_suggested(tmp_path):
     assert result.stderr.endswith("did you mean 'data.jsonl'?\n")
 
 
-def test_show_tells_a_running_run_from_a_killed_one(tiny, tmp_path):
+def test_show_distinguishes_a_running_run_from_a_killed_one(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 1}), tmp_path / "run"
     running = start_plugsft(recipe)
     while len(list(run.glob("checkpoints/step-*"))) < 2:

@@ -194,7 +194,7 @@ def ensure_sharded(run, whole=False):
 
 
 @pytest.mark.parametrize("asked", ["fp16", "fp8"])
-def test_numbers_that_nobody_computes_in_are_refused(tiny, asked):
+def test_number_types_that_cannot_be_trained_in_are_refused(tiny, asked):
     result = run_plugsft(tiny(), env={"ACCELERATE_MIXED_PRECISION": asked})
     assert result.returncode == 2 and f"mixed_precision {asked}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -88,7 +88,7 @@ def test_slices_leave_no_seam(run, monkeypatch):
     assert len(list(cut.folder.glob("data-*.arrow"))) == 6
 
 
-def test_a_line_that_is_not_utf_8_is_told_apart(run, tmp_path):
+def test_a_line_that_is_not_utf_8_has_its_own_reason(run, tmp_path):
     path = write_jsonl(tmp_path / "latin.jsonl", [GOOD, 3, GOOD])
     path.write_bytes(path.read_bytes() + '{"text": "café"}\n'.encode("latin-1"))
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_unknown_columns_name_the_known_ones(run):
         run([{"id": 1, "chat": []}])
 
 
-def test_columns_that_nobody_has_stop_before_a_row_is_rendered(run, tmp_path):
+def test_missing_columns_stop_before_a_row_is_rendered(run, tmp_path):
     rows = [{"dialog": GOOD["messages"], "id": 1}] * 3
     nope = "data.columns: no row has the column 'nope' (for tools); columns: dialog, id"
     with pytest.raises(RecipeError, match=re.escape(nope)):
@@ -325,7 +325,7 @@ def test_a_plugin_s_format_also_trains_a_new_tokenizer(run, tmp_path, monkeypatc
     assert len(tokens) == 3, "None means: not my format"
 
 
-def test_prepare_tells_of_the_tokenizer_and_of_plugins(tmp_path):
+def test_prepare_reports_the_tokenizer_and_plugins(tmp_path):
     tables = tiny_tables(tmp_path) | {"plugins": {"arrow_cache": {"folder": str(tmp_path)}}}
     tables["plugins"]["length_group"] = {}
     path = write_recipe(tmp_path / "recipe.toml", tables)

@@ -143,7 +143,7 @@ def test_a_rank_that_failed_before_an_operation_ends_it_on_all(told, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_in_different_operations_are_told_of_both(told, name):
+def test_an_error_names_both_operations_of_ranks_that_differ(told, name):
     for rank in told:
         text = rank[f"{name}: another"][0]
         assert text.startswith("TrainError: the ranks are at different operations: rank 0 has ")

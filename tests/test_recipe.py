@@ -581,7 +581,7 @@ def test_the_schema_explains_every_key():
     assert silent == []
 
 
-def test_each_branch_of_a_union_is_told_in_one_line():
+def test_each_branch_of_a_union_is_explained_in_one_line():
     from typing import Literal
 
     from pydantic import ValidationError

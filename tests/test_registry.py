@@ -343,7 +343,7 @@ def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tm
     assert "plugin 'one'" in str(caught.value)
 
 
-def test_a_wrapper_may_pass_on_that_nobody_answered(company):
+def test_a_wrapper_may_pass_on_that_no_plugin_answered(company):
     source = wrapping("return (yield)").replace("tokenize", "render")
     active = resolve(company(one=source))[1].attach(DataDefaults(None))
     assert active.hooks.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
@@ -384,7 +384,7 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
         active.hooks.tokenize(slices=[], work=NO_WORK)
 
 
-def test_check_hears_every_objection(company):
+def test_check_reports_every_objection(company):
     objects = """
         @plugin()
         class Objects:

@@ -196,7 +196,7 @@ def test_a_row_of_another_format_is_bad(tokenizer):
         ({"text": "\ud83e"}, "half a character"),
     ],
 )
-def test_a_bad_row_is_told_apart_from_its_good_neighbours(tokenizer, row, reason):
+def test_a_bad_row_is_separated_from_its_good_neighbours(tokenizer, row, reason):
     good = {
         "messages": {"messages": [ASK, TELL]},
         "prompt": {"prompt": "a", "completion": "b"},

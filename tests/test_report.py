@@ -92,7 +92,7 @@ def training(steps: int, **more: Any) -> list[dict[str, Any]]:
     return [{"step": step, "loss": 6 / step, **more} for step in range(1, steps + 1)]
 
 
-def test_page_tells_the_run() -> None:
+def test_page_shows_the_run() -> None:
     page = Page(render(RUN, [*training(240), {"step": 240, "eval_loss": 2.1}]))
     results = "240 of 240 steps; loss of the last step 0.0200; evaluation loss 2.1000"
     assert f"{results}; speed 3,500 tokens/s; time 0:01:33" in page.text
@@ -190,7 +190,7 @@ def test_every_further_number_is_a_curve() -> None:
     assert curves["rewards_margin"] == {"x": [1, 2, 3], "y": [0.5, 0.5, 0.5]}
 
 
-def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
+def test_metrics_of_pairs_are_listed_and_drawn_together() -> None:
     pairs = {"accuracy": 0.75, "margin": 2.5, "reward_chosen": 1, "reward_rejected": -1.5}
     evaluated = {f"eval_{key}": value for key, value in pairs.items()} | {"eval_accuracy": 0.9375}
     metrics = [*training(3, **pairs), {"step": 3, "eval_loss": 2, **evaluated}]

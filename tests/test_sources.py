@@ -204,7 +204,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
     )
 
 
-def test_a_broken_file_is_told_of_by_us_alone(tmp_path):
+def test_a_broken_file_gives_our_error_alone(tmp_path):
     path = write(tmp_path, "parquet")
     path.write_bytes(path.read_bytes()[:-20])
     table = tiny_tables(tmp_path / "tiny") | {"data": {"source": str(path)}}

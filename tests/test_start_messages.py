@@ -59,7 +59,7 @@ def test_check_says_the_same_and_names_the_command_that_works(finished, stopped)
     assert last == f"ready to replace checkpoints up to step-000002: {command}"
 
 
-def test_only_a_recipe_with_both_is_told_that_steps_replace_epochs(tiny):
+def test_only_a_recipe_with_both_is_warned_that_steps_replace_epochs(tiny):
     said = run_plugsft("check", tiny(train={"steps": 2})).stdout
     assert "ok    steps" in said and "replaces" not in said
     assert "replaces" not in run_plugsft("check", tiny(train={"epochs": 2})).stdout

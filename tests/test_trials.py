@@ -39,7 +39,7 @@ def test_trials_learn_the_same_of_the_same_examples(recipe, forked_trials):
     assert one.of("loss")[0] == pytest.approx(less.of("loss")[0]) != less.of("loss")[1]
 
 
-def test_what_goes_wrong_is_told(recipe, forked_trials):
+def test_a_failed_trial_is_reported(recipe, forked_trials):
     with trials(*load(recipe)) as made:
         wrong = made.run({"train.micro_batch": 0}, steps=1)
         assert "train.micro_batch" in wrong.error and not wrong.out_of_memory

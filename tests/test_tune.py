@@ -148,7 +148,7 @@ def test_a_repeat_that_runs_out_of_memory_counts(simulate):
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 @pytest.mark.parametrize("most", [1, 4], ids=["no gain", "clear gain"])
-def test_a_gain_is_told_from_noise(simulate, noise, most):
+def test_a_gain_is_distinguished_from_noise(simulate, noise, most):
     """`most`: the size up to which speed grows."""
     rng, changed = Random(5), 0
     for _ in range(100):

@@ -228,7 +228,7 @@ def test_copies_run_between_two_waits(device):
     assert not log()
 
 
-def test_copies_that_nobody_needs_are_waited_for(device):
+def test_unneeded_copies_are_waited_for(device):
     """Else their memory would be reused while they run."""
     stream = layers.SideStream(torch.device("cpu"))
     layer = layers.SavedLayer(stream, lambda: None)

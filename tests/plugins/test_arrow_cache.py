@@ -224,7 +224,7 @@ def test_on_a_read_only_disk_hits_still_serve(run, small_disk, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/proc/plugsft", "/dev/null"])
-def test_a_folder_that_cannot_be_made_is_told(run, tmp_path, folder):
+def test_a_folder_that_cannot_be_made_is_named(run, tmp_path, folder):
     tokens, summary = run(folder=folder)
     assert summary.startswith(f"not used: {folder}") and "cannot be written" in summary
     assert tokens.folder.parent == tmp_path / "run/tokens"
@@ -239,7 +239,7 @@ def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
         check(active, recipe, look())
 
 
-def test_what_is_wrong_with_the_rows_is_no_matter_of_the_cache(run, home):
+def test_bad_rows_leave_nothing_in_the_cache(run, home):
     with pytest.raises(Exception, match="unknown role"):
         run(rows=[{"messages": [{"role": "nobody", "content": "x"}]}])
     assert [*home.iterdir()] == []

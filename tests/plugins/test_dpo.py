@@ -238,7 +238,7 @@ def test_tools_and_variables_reach_both_conversations(prepared, tmp_path):
     assert [one[0] for one in words[0]] == [f"look, shortly|{CHAT}\n"] * 2
 
 
-def test_bad_rows_are_told_with_their_side(prepared):
+def test_bad_rows_are_named_with_their_side(prepared):
     good = {"prompt": [ASK], **GIVEN}
     rows = [
         good,

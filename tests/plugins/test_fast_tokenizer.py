@@ -518,7 +518,7 @@ def test_an_engine_takes_one_thread_in_a_worker(by, tmp_path):
     assert (seconds > 0.02) == (by == "fastokens" and cores > 1)
 
 
-def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
+def test_workers_encode_and_the_run_counts_their_texts(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SLICE_ROWS", 7)
     tables = tiny_tables(tmp_path, [*chats(24), {"messages": chats(1)[0]["messages"] * 2}])
     folders = {}

@@ -72,7 +72,7 @@ def test_any_number_of_workers_writes_the_same_bytes(run):
     assert not workers_of(os.getpid())
 
 
-def test_bad_rows_are_told_as_without_workers(run):
+def test_bad_rows_are_reported_as_without_workers(run):
     rows = [*chats(10), {"messages": []}, *chats(10)]
     with pytest.raises(DataError) as alone:
         run(rows, None)
@@ -295,7 +295,7 @@ def test_ctrl_c_ends_the_workers(long, tmp_path):
     assert psutil.wait_procs(workers, timeout=20)[1] == []
 
 
-def test_progress_is_told_where_nobody_watches(long):
+def test_progress_is_printed_without_a_terminal(long):
     result = run_plugsft("prepare", long, env={"PLUGSFT_PROGRESS_SECONDS": "0"})
     lines = [line for line in result.stdout.splitlines() if line.startswith("tokenizing: ")]
     assert lines and all("rows/s, " in line and " tokens/s, about 0:" in line for line in lines)

@@ -81,7 +81,7 @@ def spent(profile, part, rank=0):
 TRAIN = {"batch_size": 8, "micro_batch": 8, "steps": 10, "epochs": 9}
 
 
-def test_time_is_told_where_it_was_spent(tiny, tmp_path, sleeper):
+def test_time_is_reported_where_it_was_spent(tiny, tmp_path, sleeper):
     planted = {"wait": 40.0, "forward": 60.0, "backward": 50.0, "optimizer": 30.0, "logging": 20.0}
     recipe = tiny(train=TRAIN, plugins={"profiler": {}, "sleeper": {"slow": planted}})
     profile, said = profiled(recipe)
@@ -116,7 +116,7 @@ def test_nothing_else_is_learned(tiny, tmp_path):
     assert curves[0] == curves[1] and len(curves[0]) == 10
 
 
-def test_checkpoints_and_evaluations_are_told_from_logging(tiny, sleeper):
+def test_checkpoints_and_evaluations_are_timed_apart_from_logging(tiny, sleeper):
     recipe = tiny(
         train=TRAIN | {"steps": 6},
         eval={"every": 1, "split": "train[:8]"},
@@ -233,7 +233,7 @@ def test_the_slowest_rank(tiny, sleeper):
     assert said.count("profile: others wait") == 1
 
 
-def test_a_healthy_run_is_told_nothing(tiny):
+def test_a_healthy_run_gets_no_advice(tiny):
     """Batches that fill, operators that compute, nothing saved: as a run should be."""
     recipe = tiny(
         rows=chats(120),
