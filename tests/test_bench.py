@@ -440,12 +440,12 @@ def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe
     assert not [trial for trial in trials if trial.is_running()]
 
 
-TWENTY = 20
+FIVE = 5
 
 
 @only_full
-@pytest.mark.timeout(7200)
-def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
+@pytest.mark.timeout(3600)
+def test_of_five_benches_four_are_right(recipe, tmp_path):
     """Beside another worker of pytest, bench may miss a slower plugin, and must not invent one."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     model = {"scratch": {"hidden": 128, "layers": 2, "heads": 4, "vocab": 400, "context": 256}}
@@ -461,16 +461,16 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
     plugins = {"nothing": {}, "sleeper": {"seconds": 0.05 * cost}}
     write_recipe(path, tables | {"plugins": plugins})
     found = []
-    for number in range(TWENTY):
+    for number in range(FIVE):
         result = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
         assert result.returncode == 0, result.stderr
         made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
         nothing, sleeper = made.results()
         found.append((nothing.alone.word, sleeper.alone.word))
         print(number, nothing.alone, sleeper.alone, flush=True)
-    assert [one for one, _ in found].count(NOISE) >= TWENTY - 1
+    assert [one for one, _ in found].count(NOISE) >= FIVE - 1
     slower = [one for _, one in found].count(SLOWER)
-    assert slower >= (TWENTY - 1 if alone else 1) and FASTER not in [one for _, one in found]
+    assert slower >= (FIVE - 1 if alone else 1) and FASTER not in [one for _, one in found]
 
 
 def test_columns_are_aligned(capsys):
