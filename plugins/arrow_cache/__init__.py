@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,8 +51,7 @@ class ArrowCache:
         if self.refresh and self.read_only:
             raise RecipeError("refresh writes and read_only must not; set one of them")
         self.since = time.time() if self.refresh else 0.0
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size))
-        if self.refresh and local_ranks < machine.world_size:
+        if self.refresh and machine.local_size < machine.world_size:
             raise RecipeError(
                 "refresh: each machine would rebuild entries that others read; first run "
                 "`plugsft prepare RECIPE plugins.arrow_cache.refresh=true`, then launch without"

@@ -248,7 +248,7 @@ class Forecaster:
         _, active = resolve(tables, [*left_out])
         core = ModelDefaults(packed_model(recipe))
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), core)
-        registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
+        registry.check(active, recipe, replace(look(), world_size=ranks, local_size=ranks), HOOKS)
         workload = workload_of(recipe, active, self.epoch, ranks)
         key = repr(sorted(changes.items()))
         if key not in self._models:
