@@ -67,7 +67,7 @@ def check(capsys):
 
 
 def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
-    found = check(tiny(eval={"split": "train[:4]"}))
+    found = check(tiny(eval={"split": "train[:4]"}, data={"split": "train[4:]"}))
     assert not found.problems and not found.fail and not found.warn, found.lines
     assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
     what = [line.split()[0] for line in found.ok]
@@ -212,7 +212,27 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
         assert not any("at a time" in line for line in check(path, *words).warn), words
     assert not any("at a time" in line for line in check(path, ranks=8).warn)
     [said] = re.findall("warning: .*", run_plugsft(path, "train.steps=1").stdout)
-    assert said.endswith(line.removeprefix("ranks").strip())
+    assert said.endswith(line.removeprefix("recipe").strip())
+
+
+@pytest.mark.parametrize(
+    ("trained", "held", "overlap"),
+    [
+        ("train[:15]", "train[10:]", True),
+        ("train", "train[-10%:]", True),
+        ("train[:5]+train[20:]", "train[10:21]", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train[:-4]", "train[-4:]", False),
+    ],
+)
+def test_slices_of_one_source_that_overlap_are_named(tiny, check, trained, held, overlap):
+    path = tiny(data={"split": trained}, eval={"source": "./data.jsonl", "split": held})
+    path.write_text(path.read_text().replace("./data.jsonl", f"{path.parent}/./data.jsonl"))
+    found = check(path)
+    assert [line for line in found.warn if "rows that are trained on" in line] == found.warn
+    assert bool(found.warn) == overlap and not found.problems
+    if trained == "train":
+        assert "warning: evaluations read rows" in run_plugsft(path, "train.steps=1").stdout
 
 
 def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeypatch, check):

@@ -7,12 +7,17 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, chats, write_jsonl
 
 from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, Line
-from plugsft.commands.converting.convert_file import TOOLS, ensure_valid, recipe_text
+from plugsft.commands.converting.convert_file import (
+    TOOLS,
+    convert_file,
+    ensure_valid,
+    recipe_text,
+)
 from plugsft.registry.load import load
 
 USES = json.loads((ROOT / "tests/data/key_uses.json").read_text("utf8"))
@@ -289,6 +294,18 @@ def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text,
     error = capsys.readouterr().err
     assert says in " ".join(error.split()) and "Traceback" not in error
     assert not (tmp_path / "c.toml").exists()
+
+
+def test_a_file_has_no_split_for_evaluations(folder, capsys):
+    write_jsonl(folder / "rows.jsonl", chats(3))
+    path = folder / "sft.yaml"
+    settings = {"dataset_name": str(folder / "rows.jsonl"), "eval_strategy": "steps"}
+    path.write_text(json.dumps(settings | {"model_name_or_path": "m", "eos_token": "<end>"}))
+    convert_file(path, folder / "run.toml", "trl", "sft", 1)
+    said = capsys.readouterr().out
+    assert "not converted: eval_strategy = steps: a mixture or a file has no split" in said
+    assert "not converted: eos_token = <end>: the tokenizer's own is used" in said
+    assert "[eval]" not in (folder / "run.toml").read_text()
 
 
 def test_a_part_of_a_row_is_not_held_out(folder):

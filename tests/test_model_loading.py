@@ -150,6 +150,14 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     assert checked.returncode == 0, checked.stderr
 
 
+def test_a_gguf_file_is_refused_with_the_page_that_makes_a_folder_of_it(tiny, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(tmp_path / "model.gguf")}}
+    result = run_plugsft("check", write_recipe(tmp_path / "recipe.toml", tables))
+    assert result.returncode == 2
+    assert "is for llama.cpp; docs/start.md says how to make a folder of it" in result.stderr
+
+
 @pytest.mark.parametrize("size, says", [(None, "holds no weights"), (100, "cannot be read")])
 def test_a_model_without_whole_weights_is_refused_by_check(tiny, tmp_path, size, says):
     model = tmp_path / "model"

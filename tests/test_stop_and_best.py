@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import chats, run_plugsft, start_ranks
+from conftest import chats, run_plugsft, start_ranks, write_jsonl
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 
@@ -216,6 +216,20 @@ CUTS = """
         def summary(self):
             return f"{self.seen} seen"
 """
+
+
+def test_a_resume_that_evaluates_other_rows_says_so(tiny, tmp_path):
+    eval_rows = {"source": str(write_jsonl(tmp_path / "held.jsonl", chats(8, 1))), "every": 2}
+    recipe = tiny(eval=eval_rows, checkpoint={"every": 2, "keep": 3})
+    whole = run_plugsft(recipe)
+    assert whole.returncode == 0 and "warning" not in whole.stdout, whole
+    words = ("--resume-from", tmp_path / "run/checkpoints/step-000002")
+    for split, count in (("train", 0), ("train[:3]", 1)):
+        result = run_plugsft(recipe, *words, f"eval.split={split}")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("warning: [eval] has other rows than before") == count
+
+
 SPEED = {"tokens_per_second", "step_seconds", "memory_gib", "data_wait_seconds"}
 
 

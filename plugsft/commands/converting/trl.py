@@ -1,11 +1,14 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`."""
 
+from pathlib import Path
+
 from ...base.errors import RecipeError
 from . import training
 from .conversion import (
     Conversion,
     Copied,
     Tool,
+    count_rows,
     first_row,
     hold_out,
     listed_parts,
@@ -90,12 +93,12 @@ def _hold_out(c: Conversion) -> None:
     size = "dataset_mixture.test_split_size"
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))
-    elif "data.source" in c.lines:
+    elif "data.source" in c.lines and count_rows(Path(c.value("data.source"))) is None:
         c.set("eval.split", c.read("dataset_test_split", "test"), "dataset_test_split")
     else:
         c.leave(
             "eval_strategy",
-            "a mixture has no split for evaluations; use eval.source and eval.split",
+            "a mixture or a file has no split for evaluations; use eval.source and eval.split",
         )
 
 
