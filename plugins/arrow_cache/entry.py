@@ -62,7 +62,7 @@ class Entry:
             return fault
         try:
             stored_key = self.read(folder, False).facts["key_parts"]
-            built = (folder / "facts.json").stat().st_mtime
+            built = folder.stat().st_mtime
         except (DataError, LookupError, OSError, ValueError) as error:
             return reason_of(error)
         if stored_key != json.loads(json.dumps(self.key)):
