@@ -143,7 +143,7 @@ def intervals(recipe: Recipe, profile: StepProfile, steps: int) -> Iterator[Find
 
 
 FILE = "profile.json"
-SMALL_OPERATOR = 30e-6
+SMALL_OPERATOR = 50e-6
 """Seconds. On a CPU, calling an operator costs more than computing one that takes less."""
 LOGIT_BYTES = 12
 """Peak bytes per logit: at most three float32 tensors of the logits' size exist at once."""

@@ -159,9 +159,11 @@ def test_loss_and_gradients_are_those_of_adapters_on_the_restored_base(base, tmp
     (loss, mine), (expected, yours) = gradients(ours, kind), gradients(other, kind)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert mine.keys() == yours.keys() and len(mine) > 4
+    # Some processors sum the products of a transposed copy in another order.
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
     for name in mine:
         assert yours[name].norm() > 0
-        assert float((mine[name] - yours[name]).norm() / yours[name].norm()) < 1e-5, name
+        assert float((mine[name] - yours[name]).norm() / yours[name].norm()) < tolerance, name
 
 
 @pytest.fixture(scope="module", params=["nf4", "int8"])

@@ -292,6 +292,9 @@ TOOL = Tool(
     usual={
         "datasets[].message_property_mappings.role": ("role", "from"),
         "datasets[].message_property_mappings.content": ("content", "value"),
+        "datasets[].message_field_role": ("role", "from"),
+        "datasets[].message_field_content": ("content", "value"),
+        "datasets[].train_on_eos": ("turn",),
         "datasets[].field_thinking": ("thinking", "reasoning_content", "reasoning"),
         "datasets[].template_thinking_key": ("thinking", "reasoning_content", "reasoning"),
         "context_parallel_size": (1,),
@@ -320,6 +323,7 @@ TOOL = Tool(
         "lora_fan_in_fan_out",
         "experimental_skip_move_to_device",
         "skip_prepare_dataset",
+        "datasets[].ds_type",
         "eval_sample_packing",
         "pad_to_sequence_len",
         "strict",
