@@ -120,10 +120,10 @@ def slices_of(sources: Sequence[OpenSource], data: Data) -> list[Slice]:
 
 def share_rows(one: Source, other: Source) -> bool:
     """Tell whether two slices of one source overlap, as far as slices tell without its size."""
-    from .readers.dataset import parse_split
-
     if os.path.abspath(one.source) != os.path.abspath(other.source):
         return False
+    from .readers.dataset import parse_split
+
     sizes = dict.fromkeys(re.findall(r"\w+", f"{one.split} {other.split}"), 10**9)
     try:
         pairs = product(parse_split(one.split, sizes), parse_split(other.split, sizes))
