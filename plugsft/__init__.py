@@ -1,7 +1,7 @@
 """plugsft: LLM fine-tuning in one readable loop; every optimisation is a plugin.
 
-Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for plugins,
-`plugsft.api` the functions for scripts and notebooks.
+Light: it imports no numpy and no torch. `plugsft.kit` and `plugsft.data_kit` have the heavier tools
+for plugins, `plugsft.api` the functions for scripts and notebooks.
 """
 
 from .base.atomic import damage, write_text
@@ -28,12 +28,14 @@ from .base.types import (
     WeightSlice,
 )
 from .hooks import ModelLoad, Ranks, Run, RunModel, Work, hookimpl, plugin, state
+from .model.answer_loss import AnswerLoss
 from .recipe.capabilities import Capability
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnswerLoss",
     "Batch",
     "Capability",
     "Data",

@@ -84,7 +84,7 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
     with explain_out_of_memory(run.recipe, batch, losses):
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with run.gradient_sync(last=number == len(batch.micro_batches)):
-                loss = compute_loss(run, micro_batch, batch.denominator)
+                loss = compute_loss(run, micro_batch, batch.plan.denominator)
                 # The denominator counts targets of all ranks, but ranks average their gradients.
                 ranks, scale = run.accelerator.num_processes, run.loss_scale.factor
                 run.accelerator.backward(loss * (ranks * scale))

@@ -61,8 +61,12 @@ def warm_up(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder / "model")(input_ids=ids, labels=ids)
 
 
+# A fork lacks these threads, and would wait for them: on Intel's, MKL starts some for a cosine.
+threads = torch.get_num_threads()
+torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
     warm_up(Path(folder))
+torch.set_num_threads(threads)
 # A fork's garbage collections skip what it has inherited: else each copies all pages of it.
 gc.collect()
 gc.freeze()

@@ -439,7 +439,7 @@ def test_what_returns_nothing_or_raises_is_refused(install, code, words):
 
 
 ANSWERS = """
-from plugsft.kit import AnswerLoss
+from plugsft import AnswerLoss
 
 @plugin(affects_results=["power"])
 class Answers(AnswerLoss):

@@ -350,14 +350,12 @@ def test_a_contender_that_fails_is_named():
         one["a b"] = {"error": "x\nRuntimeError: <b>\nit broke", "whole": 1.0}
         if number:
             del one["a b"]
-        one["b"] |= {"error": "gone", "out_of_memory": True} if number == 2 else {}
-    bench = Bench(found)
+        one["b"] |= {"error": "gone"} if number == 2 else {}
     assert words_of(found) == {
         "a": "within noise; all but a failed",
         "b": "within noise; b alone failed",
     }
-    assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
-    assert bench.error("all on") == "it broke"
+    assert len(Bench(found).figures("b alone")) == 4
 
 
 def test_steps_are_compared_with_their_like():
@@ -373,6 +371,7 @@ def test_steps_are_compared_with_their_like():
     assert speed_ratio([(double, trials[0])], 2).middle == pytest.approx(1.0)
 
 
+@only_full
 @pytest.mark.slow
 def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from conftest import write_jsonl
+from conftest import only_full, write_jsonl
 from other_tools import AXOLOTL, FACTORY, INFO, MADE, save_model
 from transformers import AutoModelForCausalLM
 
@@ -69,6 +69,7 @@ def converted(folder, model, name):
     return load(folder / "recipe.toml")
 
 
+@only_full
 @pytest.mark.parametrize("name", [*AXOLOTL, *FACTORY])
 def test_masks_rates_batches_and_modules_are_the_tool_s_own(tmp_path, model, name):
     recipe, active = converted(tmp_path, model, name)

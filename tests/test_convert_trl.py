@@ -84,7 +84,6 @@ CONFIGURATIONS = {
     "DPO": (PAIRS, {"beta": 0.2, "loss_type": "sigmoid", "learning_rate": 5e-4}),
     "DPO, LoRA": (PAIRS, {**LORA, "lora_dropout": 0.2, "beta": 0.1}),
 }
-QUICK = ["full, assistant mask, cosine with a minimum"]
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +159,8 @@ def trained_tokens(folder: Path):
     return sorted((ids.tolist(), mask.tolist()) for ids, mask in rows)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else only_full) for n in CONFIGURATIONS]
-)
+@only_full
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_run_of_the_recipe_equals_the_run_of_trl(runs, tmp_path, name):
     recipe, ours, theirs = runs(name)
     steps = [entry for entry in theirs.state.log_history if "loss" in entry]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft
+from launches import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
-from test_launch import config, curve
 from transformers import AutoModelForCausalLM
 
 

@@ -163,6 +163,7 @@ def test_forecasts_of_large_vocabularies(tmp_path, monkeypatch, kind, plugins):
     assert forecast == pytest.approx(measured, rel=0.15)
 
 
+@only_full
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("plugins", [{}, CHECKPOINTING, FUSED, LORA])
 def test_a_forecast_is_what_a_gpu_holds(tmp_path, plugins):
@@ -190,6 +191,7 @@ FAMILIES = [
 ]
 
 
+@only_full
 @pytest.mark.parametrize("plugins", [{}, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda one: one.model_type)
 def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugins):
@@ -298,6 +300,7 @@ def test_wrong_words_are_refused_with_the_cure(recipe, words, says):
     assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
 
 
+@only_full
 def test_thousands_of_gpus_take_seconds(recipe):
     started = time.perf_counter()
     result = run_plugsft("plan", recipe, "--gpus", "512x8", "--gpu", "H100", "--memory", "80GB")
@@ -305,6 +308,7 @@ def test_thousands_of_gpus_take_seconds(recipe):
     assert time.perf_counter() - started < 60
 
 
+@only_full
 @pytest.mark.slow
 def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe, forked_trials):
     result = run_plugsft("plan", recipe, "--probe")
@@ -346,6 +350,7 @@ def test_a_model_that_cannot_be_traced_is_refused(tmp_path, recipe):
         meta.trace(batch, "cpu", flash=False)
 
 
+@only_full
 def test_stored_recomputed_and_offloaded_activations_are_counted_separately(recipe, tmp_path):
     """What a GPU holds falls with each; the host holds what the device does not."""
     loaded, active = registry.load(recipe)
@@ -386,6 +391,7 @@ def test_stored_recomputed_and_offloaded_activations_are_counted_separately(reci
     assert re.search(r"of each rank's activations in host memory, [\d.]+ GiB a machine", line)
 
 
+@only_full
 def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
     pairs = [{"prompt": "say", "chosen": one["text"], "rejected": "no"} for one in rows(40, 30)]
     tables = tiny_tables(tmp_path, pairs)
@@ -409,6 +415,7 @@ def changed_to_step(recipe):
     return recipe.model_copy(update={"plugins": plugins})
 
 
+@only_full
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_activations_are_shown_under_fsdp2_or_said_to_be_freed(tmp_path, tied):
     """A large head's gradient is reduced while the layers' activations are there, or at the end."""

@@ -31,7 +31,6 @@ from plugsft.output.folder import describe_results, find_run
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry.load import load
-from plugsft.tokens.tokenizer import encode as encode_texts
 from plugsft.tokens.tokenizer import lighten
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
@@ -298,7 +297,7 @@ def test_any_row_is_rendered_or_bad_with_a_reason(tokenizer, tmp_path, train_on)
         if made is not None:
             assert len(made.texts) + len(made.bad) == 1, lines[number]
             assert all(reason and "\n" not in reason for reason in made.bad.values())
-            encoded = encode_texts(made.texts, tokenizer, made.special_tokens)
+            encoded = tokenizer.encode_texts(made.texts, made.special_tokens)
             assert len(encoded.counts) == len(made.texts)
             rendered, bad = rendered + len(made.texts), bad + len(made.bad)
     assert min(rendered, bad) > count // 10, (rendered, bad)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,51 +22,15 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
+from launches import TRAIN, config, curve, finish, launch
 from plugin_packages import activate, install
 
 from plugsft.base.atomic import HOST_ID, damage, is_alive
 from plugsft.output.folder import is_locked
 from plugsft.recipe.read import read
 
-NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}
 QUIET = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
-TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 7, "learning_rate": 1e-3, "max_grad_norm": 0.5}
-
-
-def launch(*words, env=None):
-    return subprocess.Popen(
-        [Path(sys.executable).with_name("accelerate"), "launch", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-        cwd=ROOT,
-    )
-
-
-def finish(process, timeout=240):
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
-
-
-def config(name, ranks=2):
-    return ("--config_file", ROOT / f"recipes/accelerate/{name}.yaml", "--num_processes", ranks)
-
-
-def curve(run: Path):
-    return [line[name] for name in NUMBERS for line in read_metrics(run) if name in line]
-
-
-def learns_what_one_does_without(plugin, name, recipe, folder):
-    """Train on two ranks, and on one process without a plugin; return the ranks' folder, output."""
-    alone, run = folder / "alone", folder / name
-    done = run_plugsft(recipe, f"output={alone}", "--without", plugin)
-    assert done.returncode == 0, done.stderr
-    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
-    assert code == 0, err
-    assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
-    return run, out
 
 
 @pytest.mark.slow

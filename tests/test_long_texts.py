@@ -26,7 +26,7 @@ from plugsft.base.types import Rendered, Shard
 from plugsft.data.slices import make_examples, trained_mask
 from plugsft.recipe.tables import Data
 from plugsft.tokens import tokenizer as of_tokenizers
-from plugsft.tokens.tokenizer import encode, shorten
+from plugsft.tokens.tokenizer import shorten
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -149,7 +149,7 @@ def spans_of(size, places):
 def outcome(tokenizer, rendered, data):
     """Everything that later stages see of some rows."""
     shard = Shard("")
-    encoded = encode(rendered.texts, tokenizer, rendered.special_tokens)
+    encoded = tokenizer.encode_texts(rendered.texts, rendered.special_tokens)
     numbers = np.arange(len(set(rendered.rows)))
     mask = trained_mask(encoded, rendered)
     examples = make_examples(encoded, mask, rendered, numbers, data, shard)

@@ -207,7 +207,7 @@ def test_resume_says_what_is_wrong(tiny, tmp_path):
     assert "train.learning_rate was 0.003 and is 0.5; train.seed was 0 and is 7" in other.stderr
     plugin = run_plugsft(recipe, "plugins.async_collate.depth=1", "--resume")
     assert plugin.returncode == 2, plugin.stdout
-    assert "is finished, and had other options of plugins.async_collate" in plugin.stderr
+    assert "another recipe's finished run: plugins.async_collate.depth" in plugin.stderr
     state = tmp_path / "run/checkpoints/step-000003/rank-00000-000.safetensors"
     state.write_bytes(state.read_bytes()[:-7])
     given = run_plugsft(recipe, "--resume-from", state.parent)

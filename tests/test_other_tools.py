@@ -69,6 +69,7 @@ def test_the_table_has_the_settings_by_their_number_of_uses():
     assert {name for name, lines in LINES.items() if not lines} == {"datasets[].type", "tf32"}
 
 
+@only_full
 def test_all_settings_train_together(train):
     tables = train(*LINES.values())
     assert len(tables["plugins"]) == 8 and tables["train"]["batch_size"] == 8

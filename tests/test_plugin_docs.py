@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft import kit, testing
+from plugsft import data_kit, kit, testing
 from plugsft.base.types import Shard
 from plugsft.commands.overview import summary_of
 from plugsft.commands.starting_files import FILES
@@ -76,7 +76,8 @@ def call_of(module, name):
 
 
 @pytest.mark.parametrize(
-    ("head", "module"), [("law", testing), ("`plugsft`", plugsft), ("`plugsft.kit`", kit)]
+    ("head", "module"),
+    [("law", testing), *((f"`{module.__name__}`", module) for module in (plugsft, data_kit, kit))],
 )
 def test_every_public_name_is_there_with_its_arguments(head, module):
     assert [row[0] for row in rows(head)] == [call_of(module, name) for name in module.__all__]
@@ -127,18 +128,18 @@ def tokens(tmp_path_factory):
     shard = Shard("data-0.arrow", 3, columns=examples.types)
     write_shard(folder / shard.file, examples)
     write_index(folder, [shard], {"key": "k"})
-    return kit.Tokens(folder)
+    return data_kit.Tokens(folder)
 
 
 def test_the_attributes_of_tokens_are_there_with_their_arguments(tokens):
     attributes = [name for name in vars(tokens) if not name.startswith("_")]
-    methods = [name for name in vars(kit.Tokens) if not name.startswith("_")]
+    methods = [name for name in vars(data_kit.Tokens) if not name.startswith("_")]
     assert {*names_in("tokens")} == {*attributes, *methods}
     for name in attributes:
-        assert f"\n{name} " in inspect.getdoc(kit.Tokens), name
+        assert f"\n{name} " in inspect.getdoc(data_kit.Tokens), name
     for name in methods:
-        assert inspect.getdoc(getattr(kit.Tokens, name)), name
-        parameters = [*inspect.signature(getattr(kit.Tokens, name)).parameters][1:]
+        assert inspect.getdoc(getattr(data_kit.Tokens, name)), name
+        parameters = [*inspect.signature(getattr(data_kit.Tokens, name)).parameters][1:]
         call = f"`{name}({', '.join(parameters)})`"
         assert call in [row[0] for row in rows("tokens")]
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from launches import config
 from plugin_packages import activate, install
 from safetensors import safe_open
-from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 

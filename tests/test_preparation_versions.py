@@ -26,7 +26,7 @@ from plugsft.data.slices import ShardWriter, make_examples, render, trained_mask
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
-from plugsft.tokens.tokenizer import Tokenizer, encode
+from plugsft.tokens.tokenizer import Tokenizer
 
 GOLDEN = ROOT / "tests/golden/stages.json"
 TEXTS = [
@@ -152,7 +152,7 @@ def encode_all(folder):
     work._hooks = hooks(folder)
     shard = Shard("")
     return {
-        str(special): vars(encode(TEXTS, tokenizer(), special)) for special in (False, True)
+        str(special): vars(tokenizer().encode_texts(TEXTS, special)) for special in (False, True)
     } | {"long": [arrays(work._examples(part, shard)), shard.truncated]}
 
 
@@ -164,7 +164,7 @@ def mask(folder):
     found = {}
     for too_long in ("truncate", "drop"):
         for limit in (4, 64):
-            shard, encoded = Shard(""), encode(texts, tokenizer(), False)
+            shard, encoded = Shard(""), tokenizer().encode_texts(texts, False)
             data = Data(source="x", max_length=limit, too_long=too_long)
             targets = trained_mask(encoded, made)
             examples = make_examples(encoded, targets, made, np.arange(7), data, shard)

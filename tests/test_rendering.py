@@ -22,7 +22,7 @@ from plugsft.data.slices import target_mask
 from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Recipe
-from plugsft.tokens.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import lighten
 
 # PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.
 COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200
@@ -310,7 +310,7 @@ def test_the_mask_is_transformers_mask(tokenizer, messages):
         reasons |= {"no trained token"} if silent else set()
         assert result.bad[0] in reasons
         return
-    encoded = encode(result.texts, lighten(tokenizer), result.special_tokens)
+    encoded = lighten(tokenizer).encode_texts(result.texts, result.special_tokens)
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -321,20 +321,20 @@ def test_the_mask_is_transformers_mask(tokenizer, messages):
 
 def test_a_first_token_has_no_predecessor_that_could_predict_it(tokenizer):
     result = rendered(tokenizer, {"text": "owls"})
-    encoded = encode(result.texts, lighten(tokenizer), False)
+    encoded = lighten(tokenizer).encode_texts(result.texts, False)
     mask = target_mask(encoded, result.texts, result.spans)
     assert not mask[0] and mask[1:].all()
 
 
 def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer):
     text = "owls 🦉 hoot"
-    encoded = encode([text], lighten(tokenizer), False)
+    encoded = lighten(tokenizer).encode_texts([text], False)
     mask = target_mask(encoded, [text], [[(0, text.index("🦉") + 1)]])
     assert tokenizer.decode(encoded.ids[: mask.sum() + 1]) == "owls 🦉"
 
 
 def test_an_empty_span_takes_nothing_away(tokenizer):
-    encoded = encode(["owls and foxes"], lighten(tokenizer), False)
+    encoded = lighten(tokenizer).encode_texts(["owls and foxes"], False)
     whole = target_mask(encoded, ["owls and foxes"], [[(0, 14)]])
     assert not target_mask(encoded, ["owls and foxes"], [[(6, 6)]]).any()
     for place in range(15):
@@ -405,7 +405,7 @@ def test_every_template_with_blocks_masks_as_in_transformers(with_template, name
             continue  # the test above tells why
         assert result.mask == BLOCKS
         expected = theirs(tokenizer, row, return_dict=True, return_assistant_tokens_mask=True)
-        encoded = encode(result.texts, lighten(tokenizer), False)
+        encoded = lighten(tokenizer).encode_texts(result.texts, False)
         mask = target_mask(encoded, result.texts, result.spans)
         assert encoded.ids.tolist() == expected["input_ids"], kind
         assert mask.astype(int).tolist() == expected["assistant_masks"], kind

@@ -107,7 +107,7 @@ def test_a_finished_run_ends_with_0_though_its_checkpoints_were_removed(finished
     done = run_plugsft(*words)
     assert done.returncode == 0 and "nothing to resume" in done.stdout, done.stderr
     other = run_plugsft(*words, "train.steps=4")
-    assert other.returncode == 2 and "holds another recipe's run" in other.stderr
+    assert other.returncode == 2 and "another recipe's finished run: train.steps" in other.stderr
     for word in ("--overwrite", f"--resume-from={source}/checkpoints/step-000003"):
         assert run_plugsft(*words, word).returncode == 2
 

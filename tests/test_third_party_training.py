@@ -8,6 +8,7 @@ import torch
 from author import install
 from conftest import only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from datasets import load_from_disk
+from launches import config
 from saved_runs import (
     assert_close,
     assert_equal,
@@ -21,7 +22,6 @@ from saved_runs import (
     write,
 )
 from schedulefree import AdamWScheduleFree
-from test_launch import config
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook

@@ -16,7 +16,7 @@ from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import SPECIAL, load_tokenizer, pad_id, train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.recipe.tables import Data, Model
-from plugsft.tokens.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import lighten
 
 
 def make(rows=None, vocab=500):
@@ -70,7 +70,7 @@ def test_markers_in_the_data_are_not_learned_as_letters():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(max_size=40), max_size=5), st.booleans())
 def test_encoding_is_the_tokenizer_s_own(tokenizer, texts, special):
-    encoded = encode(texts, lighten(tokenizer), special)
+    encoded = lighten(tokenizer).encode_texts(texts, special)
     own = [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
     assert len(encoded.counts) == len(own)
     parts = np.split(encoded.ids, np.cumsum(encoded.counts)[:-1]) if texts else []
@@ -89,10 +89,10 @@ def test_tokens_added_at_both_ends_have_a_place(tokenizer, tmp_path):
         special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)],
     )
     loaded.backend_tokenizer.post_processor = both
-    encoded = encode(["owls"], lighten(loaded), True)
+    encoded = lighten(loaded).encode_texts(["owls"], True)
     assert encoded.ids[0] == 1 and encoded.ids[-1] == 2
     assert encoded.ends[0] == 0 and encoded.ends[-1] == 4
-    assert encode(["owls"], lighten(loaded), False).ids.tolist() == encoded.ids[1:-1].tolist()
+    assert lighten(loaded).encode_texts(["owls"], False).ids.tolist() == encoded.ids[1:-1].tolist()
 
 
 def test_a_file_that_truncates_and_pads_is_not_obeyed(tokenizer, tmp_path):
@@ -106,7 +106,7 @@ def test_a_file_that_truncates_and_pads_is_not_obeyed(tokenizer, tmp_path):
         "pad_token": "<|pad|>",
     }
     model = save(tokenizer, tmp_path, truncation=truncation, padding=padding)
-    encoded = encode([TEXT, "a"], lighten(load_tokenizer(model, tmp_path)), False)
+    encoded = lighten(load_tokenizer(model, tmp_path)).encode_texts([TEXT, "a"], False)
     assert encoded.ids.tolist() == tokenizer(TEXT)["input_ids"] + tokenizer("a")["input_ids"]
 
 
@@ -173,6 +173,6 @@ def test_a_tokenizer_of_another_kind(tmp_path):
     )
     PreTrainedTokenizerFast(tokenizer_object=kind, eos_token="</s>").save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    encoded = encode(["fox 🦉 owls"], lighten(loaded), False)
+    encoded = lighten(loaded).encode_texts(["fox 🦉 owls"], False)
     assert encoded.ids.tolist() == loaded("fox 🦉 owls")["input_ids"]
     assert encoded.ends[-1] == 13 and (np.diff(encoded.ends) >= 0).all()

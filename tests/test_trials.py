@@ -39,6 +39,7 @@ def test_trials_learn_the_same_of_the_same_examples(recipe, forked_trials):
     assert one.of("loss")[0] == pytest.approx(less.of("loss")[0]) != less.of("loss")[1]
 
 
+@only_full
 def test_a_failed_trial_is_reported(recipe, forked_trials):
     with trials(*load(recipe)) as made:
         wrong = made.run({"train.micro_batch": 0}, steps=1)
@@ -47,6 +48,7 @@ def test_a_failed_trial_is_reported(recipe, forked_trials):
         assert less.error and less.out_of_memory, less.error
 
 
+@only_full
 def test_trials_leave_out_what_is_for_whole_runs(recipe, forked_trials):
     changes = [
         "plugins.tracker.to=['tensorboard']",
@@ -58,12 +60,14 @@ def test_trials_leave_out_what_is_for_whole_runs(recipe, forked_trials):
     assert [plugin["name"] for plugin in trial.run["plugins"]] == ["trial"]
 
 
+@only_full
 def test_no_step_of_a_trial_is_traced(recipe, forked_trials):
     with trials(*load(recipe, ["plugins.profiler.trace=[1,99]"])) as made:
         trial = made.run({}, steps=1)
     assert not trial.error and not (trial.folder / "run/profile").exists()
 
 
+@only_full
 def test_trials_take_the_examples_in_the_order_of_the_epoch(recipe, forked_trials):
     with trials(*load(recipe), examples=16) as made:
         lengths = made.tokens.lengths[made.epoch_order()]
@@ -81,6 +85,7 @@ def test_ranks_are_launched(recipe):
     assert trial.run["machine"]["ranks"] == 2 and len(trial.steps) == 2
 
 
+@only_full
 def test_pairs_stay_pairs(tmp_path, forked_trials):
     rows = []
     for number in range(12):

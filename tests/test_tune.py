@@ -250,6 +250,7 @@ def test_own_size_and_fastest_take_turns(tmp_path, monkeypatch, forked_trials, o
     assert ("\nset train.micro_batch = 8: plugsft " in result.stdout) == says.startswith("chosen")
 
 
+@only_full
 def test_nothing_fits(place, forked_trials):
     result = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
     assert result.returncode == 2
@@ -259,6 +260,7 @@ def test_nothing_fits(place, forked_trials):
     assert "[plugins.gradient_checkpointing]" in result.stderr and "--memory" in result.stderr
 
 
+@only_full
 @pytest.mark.slow
 def test_ctrl_c_says_what_was_best_so_far(place):
     running = start_plugsft("tune", place / "my.toml", "--steps=2", cwd=place)
@@ -305,6 +307,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
         assert said.startswith(f"error: {line}")
 
 
+@only_full
 def test_a_probe_that_goes_wrong_otherwise_ends_it(place, forked_trials):
     result = run_plugsft("tune", place / "my.toml", "train.learning_rate=1e30", cwd=place)
     assert result.returncode == 2

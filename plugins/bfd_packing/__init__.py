@@ -13,7 +13,7 @@ from plugsft import Batch, Ints, Layouts, Recipe, Train, hookimpl, plugin, state
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
 COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""

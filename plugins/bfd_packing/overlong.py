@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from plugsft import DataError, Ints
-from plugsft.kit import Tokens
+from plugsft.data_kit import Tokens
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from plugsft import (
+    AnswerLoss,
     Batch,
     Data,
     Place,
@@ -20,7 +21,6 @@ from plugsft import (
     plugin,
     state,
 )
-from plugsft.kit import AnswerLoss
 
 from .losses import LOSSES, LossName, describe, ensure_options_work, options_of
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit import Tokenizer, Tokens
+    from plugsft.data_kit import Tokenizer, Tokens
 
 
 @plugin(
@@ -83,7 +83,7 @@ class Dpo(AnswerLoss):
     @hookimpl
     def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, data: Data) -> Rendered:
         """Render each row as two texts with the same prompt."""
-        from plugsft.kit import render_pairs
+        from plugsft.data_kit import render_pairs
 
         return render_pairs(rows, tokenizer, data)
 

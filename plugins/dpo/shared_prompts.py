@@ -3,7 +3,7 @@
 import numpy as np
 
 from plugsft import RecipeError, RunModel
-from plugsft.kit import Tokens
+from plugsft.data_kit import Tokens
 
 TESTED_PAIRS = 2
 TOLERANCE = {True: 1e-4, False: 5e-2}

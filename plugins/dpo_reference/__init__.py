@@ -10,7 +10,7 @@ from pydantic import Field
 from plugsft import Ranks, Recipe, RunModel, hookimpl, plugin, state
 
 if TYPE_CHECKING:
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
     from .log_probs import LogProbs
     from .reference_pass import ReferencePass

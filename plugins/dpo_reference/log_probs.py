@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from plugsft import DataError, Ints, reason_of
-from plugsft.kit import Tokens
+from plugsft.data_kit import Tokens
 
 SCHEMA = pa.schema(
     {"example": pa.int64(), "id": pa.uint64(), "chosen": pa.float32(), "rejected": pa.float32()}

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
-from plugsft.kit import Tokens, lay_out, shard_of
+from plugsft.data_kit import Tokens
+from plugsft.kit import lay_out, shard_of
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
 

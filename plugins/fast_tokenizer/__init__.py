@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from plugsft import Encoded, PluginError, RecipeError, hookimpl, not_installed, plugin, state
 
 if TYPE_CHECKING:
-    from plugsft.kit import Tokenizer, Tokens
+    from plugsft.data_kit import Tokenizer, Tokens
 
     from .engines import Engine
 

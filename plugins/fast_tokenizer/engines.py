@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugsft import Ints, not_installed
-from plugsft.kit import Tokenizer
+from plugsft.data_kit import Tokenizer
 
 Ids = tuple[NDArray[np.int32], Ints]
 """The ids of all texts, and the number of ids of each."""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, pre_tokenizers
 
 from plugsft import Encoded
-from plugsft.kit import Tokenizer
+from plugsft.data_kit import Tokenizer
 
 from .engines import Engine, Ids, UnusableEngine, ensure_engine_error
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
     from .loss import HeadLoss
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from plugsft import (
+    AnswerLoss,
     Batch,
     Data,
     Ints,
@@ -20,13 +21,12 @@ from plugsft import (
     plugin,
     state,
 )
-from plugsft.kit import AnswerLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

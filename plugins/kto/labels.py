@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugsft import Data, Rendered, say
-from plugsft.kit import Tokens
+from plugsft.data_kit import Tokens
 
 if TYPE_CHECKING:
     from . import Kto

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from plugsft import Batch, Ints, LoadedStep, PluginError
-from plugsft.kit import Tokens, lay_out
+from plugsft.data_kit import Tokens
+from plugsft.kit import lay_out
 
 from .labels import LABEL
 

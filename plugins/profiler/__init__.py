@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
 
 @plugin(after=["*"], provides={"traced_steps": "trace"})

@@ -16,7 +16,7 @@ from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugsft import Batch, Ints, LoadedStep, Machine, Recipe
-from plugsft.kit import Tokens
+from plugsft.data_kit import Tokens
 
 from .clock import PARTS, Clock, Mark
 from .flops import shapes_of

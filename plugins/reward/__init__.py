@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from plugsft import (
+    AnswerLoss,
     Batch,
     Data,
     Ints,
@@ -21,13 +22,12 @@ from plugsft import (
     plugin,
     state,
 )
-from plugsft.kit import AnswerLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit import Tokenizer, Tokens
+    from plugsft.data_kit import Tokenizer, Tokens
 
 
 @plugin(

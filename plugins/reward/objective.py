@@ -9,7 +9,8 @@ from torch.nn import Module
 from torch.nn.functional import logsigmoid
 
 from plugsft import Batch, Ints
-from plugsft.kit import Tokens, model_inputs
+from plugsft.data_kit import Tokens
+from plugsft.kit import model_inputs
 
 from .pairs import MARGIN
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from plugsft import Data, Ints, RecipeError, Rendered
-from plugsft.kit import Tokenizer, Tokens, render_pairs
+from plugsft.data_kit import Tokenizer, Tokens, render_pairs
 
 MARGIN = "margin"
 LARGEST = 1_000_000

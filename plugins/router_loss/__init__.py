@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit import Tokens
+    from plugsft.data_kit import Tokens
 
 
 @plugin(after=["lora"], affects_results=["weight"])

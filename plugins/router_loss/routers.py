@@ -14,7 +14,8 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
 from plugsft import Batch, Ints, PluginError, RecipeError
-from plugsft.kit import Tokens, whole_shape
+from plugsft.data_kit import Tokens
+from plugsft.kit import whole_shape
 
 PROBE = 4
 """Tokens of the test of a router."""

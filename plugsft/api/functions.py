@@ -33,8 +33,7 @@ def train(
         run = plugsft.api.train("my.toml", train={"epochs": 1}, output="runs/short")
         print(run.metrics["loss"].iloc[-1])
     """
-    from ..start.resume import Resume
-    from ..start.train import train_recipe
+    from ..start.train import Resume, train_recipe
     from .recipes import opened
 
     if resume not in (True, False, "auto"):

@@ -28,8 +28,7 @@ from ..registry.discover import ensure_importable
 from ..registry.load import resolve
 from ..start.before_run import check_inputs
 from ..start.launch import on_cpu
-from ..start.resume import Resume
-from ..start.train import train_recipe
+from ..start.train import Resume, train_recipe
 from .recipes import Source
 
 JOB, ERROR, OUTPUT, MESSAGES = "job.json", "error-{}.pickle", "output.txt", "launcher.txt"

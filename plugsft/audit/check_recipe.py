@@ -32,7 +32,7 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Train
 from ..registry import active as registry
 from ..registry.active import Active
-from ..start.before_run import warnings_of
+from ..start.train import warnings_of
 from .findings import Findings
 from .sources import check_data
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..base.console import is_terminal, say
 from ..registry.load import load
-from ..start.resume import Resume
-from ..start.train import train_recipe
+from ..start.train import Resume, train_recipe
 from .load_recipe import OFFLINE
 from .model import chat
 from .starting_files import write_missing

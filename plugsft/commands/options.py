@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..start.resume import Resume
+from ..start.train import Resume
 
 RECIPES = (".toml", ".yaml", ".yml", ".json")
 """Endings of recipe files."""

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..start.resume import Resume
-from ..start.train import train_recipe
+from ..start.train import Resume, train_recipe
 from .options import (
     Overrides,
     Overwrite,
@@ -83,7 +82,6 @@ def launch(
     check_inputs(loaded, active, recipe)
     # A mistake in the recipe is reported before torch is imported.
     from ..start.launch import Options, is_rank, join, launch_ranks
-    from ..start.train import train_recipe
 
     options = Options(ranks, strategy, nodes, node, host, port)
     if is_rank():

@@ -10,7 +10,6 @@ from ..base.types import Encoded, Rendered, Row, Shard, Slice
 from ..hooks import Work, hookimpl
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
-from ..tokens.tokenizer import encode as encode_texts
 from .render import render_rows
 
 
@@ -28,7 +27,7 @@ class DataDefaults:
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
         """Encode with the model's own tokenizer."""
-        return encode_texts(texts, tokenizer, special_tokens)
+        return tokenizer.encode_texts(texts, special_tokens)
 
     @hookimpl
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:

@@ -4,11 +4,9 @@ Importing `datasets` takes a second. Most recipes name jsonl files, so the reade
 in readers/, are imported when a recipe names one.
 """
 
-import os
-import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -116,23 +114,6 @@ def slices_of(sources: Sequence[OpenSource], data: Data) -> list[Slice]:
             if stop > start:
                 slices.append(Slice(number, start, stop, rows.part(start, stop), lead))
     return slices
-
-
-def share_rows(one: Source, other: Source) -> bool:
-    """Tell whether two slices of one source overlap, as far as slices tell without its size."""
-    if os.path.abspath(one.source) != os.path.abspath(other.source):
-        return False
-    from .readers.dataset import parse_split
-
-    sizes = dict.fromkeys(re.findall(r"\w+", f"{one.split} {other.split}"), 10**9)
-    try:
-        pairs = product(parse_split(one.split, sizes), parse_split(other.split, sizes))
-    except ValueError:
-        return False  # opening the source says why
-    return any(
-        name == other_name and max(rows.start, others.start) < min(rows.stop, others.stop)
-        for (name, rows), (other_name, others) in pairs
-    )
 
 
 class FileSource(LateRows):

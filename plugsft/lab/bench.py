@@ -259,7 +259,7 @@ def read_figures(trial: Trial) -> Figures:
     """Return the figures of a trial for the report."""
     figures: Figures = {"whole": trial.seconds, "error": trial.error}
     if trial.error:
-        return figures | {"out_of_memory": trial.out_of_memory}
+        return figures
     names = {
         "seconds": "step_seconds",
         "tokens": "tokens",

@@ -197,13 +197,6 @@ class Bench:
         """Return a contender's figures in the rounds that succeeded."""
         return [figures for figures in self.trials(contender) if not figures["error"]]
 
-    def error(self, contender: str) -> str:
-        """Return the last line of a contender's error, or an empty string."""
-        errors = [figures for figures in self.trials(contender) if figures["error"]]
-        if errors and errors[0].get("out_of_memory"):
-            return "out of memory"
-        return str(errors[0]["error"]).strip().splitlines()[-1] if errors else ""
-
     def pairs(self, one: str, other: str) -> list[tuple[Figures, Figures]]:
         """Return the figures of two contenders in the rounds in which both succeeded."""
         both = zip(self.trials(one), self.trials(other), strict=False)
@@ -212,24 +205,24 @@ class Bench:
     def results(self) -> Iterator[PluginResult]:
         """Yield the effects of each measured plugin."""
         for name in self.measured:
-            yield self.result(name)
-
-    def result(self, name: str) -> PluginResult:
-        """Return the effects of a plugin."""
-        result = PluginResult(name)
-        pairs = ((alone(name), BASELINE), (ALL, name_without(name)))
-        result.alone, result.company = (
-            speed_ratio(self.pairs(*pair), self.warmup) for pair in pairs
-        )
-        for device in ("host", "device"):
-            peaks = [self.peak(contender, device) for contender in pairs[0]]
-            if all(peaks):
-                result.memory[device] = peaks[0] - peaks[1]
-        for pair in pairs:
-            for a, b in self.pairs(*pair)[:1]:
-                result.learned = result.learned or describe_difference(a, b)
-        result.failed = [name for name in (alone(name), name_without(name)) if self.error(name)]
-        return result
+            result = PluginResult(name)
+            pairs = ((alone(name), BASELINE), (ALL, name_without(name)))
+            result.alone, result.company = (
+                speed_ratio(self.pairs(*pair), self.warmup) for pair in pairs
+            )
+            for device in ("host", "device"):
+                peaks = [self.peak(contender, device) for contender in pairs[0]]
+                if all(peaks):
+                    result.memory[device] = peaks[0] - peaks[1]
+            for pair in pairs:
+                for a, b in self.pairs(*pair)[:1]:
+                    result.learned = result.learned or describe_difference(a, b)
+            result.failed = [
+                contender
+                for contender in (alone(name), name_without(name))
+                if any(figures["error"] for figures in self.trials(contender))
+            ]
+            yield result
 
     def peak(self, contender: str, device: str) -> float:
         """Return a contender's median peak memory on host or device; 0 if unknown."""

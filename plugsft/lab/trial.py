@@ -101,7 +101,6 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     result["host"] = peak_memory()
     if torch.cuda.is_available():
         result["device"] = torch.cuda.max_memory_allocated()
-        result["reserved"] = torch.cuda.max_memory_reserved()
         result["total"] = torch.cuda.get_device_properties().total_memory
     return result
 

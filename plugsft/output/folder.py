@@ -314,27 +314,6 @@ def results_of(folder: Path) -> tuple[str, str]:
     return (f"{steps:,} steps of a run without a checkpoint", other) if steps else ("", "")
 
 
-def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
-    """Tell whether a recipe's run has finished, with this checkpoint."""
-    folder, run = recipe.folder, find_run(recipe.folder)
-    options = {plugin.name: plugin.options for plugin in run.plugins}
-    if run.status != "completed" or not is_published(folder / "model"):
-        return False
-    if parse_step(checkpoint) != run.steps.total:
-        return False
-    if differing := sorted(
-        name
-        for name in {*options, *recipe.plugins}
-        if options.get(name) != recipe.plugins.get(name)
-    ):
-        raise RecipeError(
-            f"--resume: the run in {folder} is finished, and had other options of "
-            f"{', '.join(f'plugins.{name}' for name in differing)}; undo the changes, or give "
-            "another output"
-        )
-    return True
-
-
 def read_run(folder: Path) -> RunRecord:
     """Return a run's record; that of a run which has not ended is as of its last step."""
     if not folder.is_dir():

@@ -52,11 +52,6 @@ class GlobalBatch:
         """The number of the step, from 1."""
         return self.plan.step
 
-    @property
-    def denominator(self) -> float:
-        """The divisor of the loss: the targets of all ranks times their weights, or a count."""
-        return self.plan.denominator
-
     def counts(self) -> dict[str, float]:
         """Return this rank's counts, to be summed over all ranks."""
         # Padding is computed, too.

@@ -4,18 +4,21 @@ Inputs that a run cannot train on are refused. The output folder is locked, and 
 resume from are found.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..base.atomic import damage, is_published, list_checkpoints, sweep
+from ..base.atomic import damage, is_published, list_checkpoints, parse_step, sweep
 from ..base.console import say
 from ..base.errors import CheckpointError, DataError, RecipeError
-from ..base.limits import parse_json, read_json_object, read_text
+from ..base.limits import parse_json, read_json_object
 from ..base.machine import Machine
 from ..data.render import lead_row, readable_format
 from ..data.slices import describe_unknown_columns
-from ..data.sources import open_source, share_rows
+from ..data.sources import open_source
 from ..data.token_rows import hold_tokens
 from ..model.schedule import check_schedule
 from ..output.folder import (
@@ -23,17 +26,18 @@ from ..output.folder import (
     ensure_inputs,
     ensure_ours,
     find_run,
-    is_finished,
     lock_output,
     results_of,
 )
-from ..output.same_run import STATE, ensure_same_run
+from ..output.same_run import MAY_DIFFER, STATE, ensure_same_run
 from ..ranks.launcher import watch_launcher
-from ..recipe.capabilities import Capability
-from ..recipe.parse import resolved
+from ..recipe.parse import anchored, flatten
+from ..recipe.read import read
 from ..recipe.tables import Data, Model, Recipe, Source, ensure_context
 from ..registry.active import Active
-from .resume import Resume
+
+if TYPE_CHECKING:
+    from .train import Resume
 
 SLOW = (".json", ".parquet", ".arrow")
 """Files that are read whole, or by `datasets`, when they are opened."""
@@ -57,24 +61,6 @@ def check_inputs(recipe: Recipe, active: Active, path: Path) -> None:
             open_source(source, key)
             if recipe.data.on_bad_row == "error" and source.split == "train" and not renders:
                 check_first_row(source, recipe.data)
-
-
-def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
-    """Yield what a recipe does that its author may not mean."""
-    train, share = recipe.train, recipe.train.batch_size // ranks
-    packs = recipe.provides("packed_rows")
-    if share > 1 and "micro_batch" not in train.model_fields_set and not packs:
-        yield (
-            "the model computes one example at a time, which is slow. Add "
-            f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
-            f"{min(8, share)} (1 if you mean it)"
-        )
-    held = recipe.eval and recipe.eval_source()
-    if held and any(share_rows(held, source) for source in recipe.data.all_sources()):
-        yield (
-            "evaluations read rows that are trained on, too: eval.split and the split in [data] "
-            'overlap. Hold rows out, as split = "train[95%:]" and split = "train[:95%]" do'
-        )
 
 
 def written_context(model: Model) -> int | None:
@@ -132,31 +118,45 @@ def output_folder(
 def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Sequence[Path] | None:
     """Return the checkpoints to try, in order; None if the run has finished already."""
     folder, path = recipe.folder, resume.path
-    latest = resume.latest
     if path is not None and not is_published(path):
         raise CheckpointError(
             f"--resume-from {path}: is no checkpoint folder{_existing(recipe, path)}"
         )
-    if resume.auto:
-        if finished_without_checkpoints(recipe):
-            _say_finished(recipe)
-            return None
-        latest = has_checkpoint(recipe)
+    if resume.auto and not list_checkpoints(folder / "checkpoints") and is_finished(recipe):
+        return None
+    latest = resume.latest or (resume.auto and has_checkpoint(recipe))
     own = path is not None and path.resolve().is_relative_to(folder.resolve())
     if not (resume.overwrite or resume.auto or latest or own) and (
         results := describe_results(folder)
     ):
         raise RecipeError(f"output: {recipe.output} holds {results}")
     checkpoints = find_checkpoints(recipe, active, latest, path)
-    if latest and is_finished(recipe, checkpoints[0]):
-        _say_finished(recipe)
+    if latest and is_finished(recipe, parse_step(checkpoints[0])):
         return None
     return checkpoints
 
 
-def _say_finished(recipe: Recipe) -> None:
-    cure = results_of(recipe.folder)[1]
+def is_finished(recipe: Recipe, step: int | None = None) -> bool:
+    """Tell whether the run has finished, with the checkpoint of `step`; then say so.
+
+    Refuses another recipe's run.
+    """
+    folder, run = recipe.folder, find_run(recipe.folder)
+    if run.status != "completed" or not is_published(folder / "model"):
+        return False
+    if step not in (None, run.steps.total):
+        return False
+    then, now = flatten(read(folder / "recipe.toml")), flatten(anchored(recipe, "json"))
+    same = tuple(key for key in (*MAY_DIFFER, "data.source", "data.split") if key != "plugins.")
+    differing = {key for key in {*then, *now} - {"plugins"} if then.get(key) != now.get(key)}
+    if changed := sorted(key for key in differing if not key.startswith(same)):
+        raise RecipeError(
+            f"output: {recipe.output} holds another recipe's finished run: {', '.join(changed)} "
+            "changed since; undo that, or give another output"
+        )
+    cure = results_of(folder)[1]
     say(f"{recipe.output} is finished; nothing to resume. {cure[:1].upper()}{cure[1:]}")
+    return True
 
 
 def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
@@ -186,8 +186,7 @@ def _existing(recipe: Recipe, path: Path) -> str:
     places = (path, path / "checkpoints", recipe.folder / "checkpoints")
     paths = next(filter(None, map(list_checkpoints, places)), [])
     names = ", ".join(map(str, paths[-5:]))
-    more = f" and {len(paths) - 5:,} earlier ones" if paths[5:] else ""
-    return f"; name one of {names}{more}" if paths else "; start without it: there is none"
+    return f"; name one of {names}" if paths else "; start without it: there is none"
 
 
 def option_to_start(recipe: Recipe, active: Active) -> tuple[str, str]:
@@ -215,18 +214,4 @@ def has_checkpoint(recipe: Recipe) -> bool:
         )
     if done:
         say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
-    return False
-
-
-def finished_without_checkpoints(recipe: Recipe) -> bool:
-    """Tell whether the run has finished and its checkpoints are gone."""
-    folder = recipe.folder
-    if list_checkpoints(folder / "checkpoints") or find_run(folder).status != "completed":
-        return False
-    results = describe_results(folder)
-    with suppress(OSError, ValueError):
-        if results and read_text(folder / "recipe.toml") == resolved(recipe):
-            return True
-    if results:
-        raise RecipeError(f"--resume-auto: {recipe.output} holds another recipe's run: {results}")
     return False

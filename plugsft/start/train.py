@@ -1,23 +1,48 @@
-"""Train a loaded recipe, as the command and `plugsft.api.train` do."""
+"""Train a loaded recipe, and warn of what its author may not mean."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.console import say
-from .resume import Resume
+from ..base.errors import RecipeError
+from ..recipe.capabilities import Capability
 
 if TYPE_CHECKING:
-    from ..recipe.tables import Recipe
+    from ..recipe.tables import Recipe, Source
     from ..registry.active import Active
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run starts: at step 1, or at a checkpoint."""
+
+    latest: bool = False
+    auto: bool = False
+    """Resume from the latest checkpoint, or start if there is none."""
+    path: Path | None = None
+    overwrite: bool = False
+    """Remove the results of an earlier run, once this one has loaded (Record.open)."""
+
+    def ensure_possible(self) -> None:
+        """Refuse options that contradict each other."""
+        if (self.latest or self.path or self.auto) and self.overwrite:
+            raise RecipeError("--resume needs what --overwrite removes; choose one of them")
+        if self.auto and self.path:
+            raise RecipeError("--resume-auto takes the latest checkpoint; leave out --resume-from")
 
 
 def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> None:
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from .before_run import check_inputs, output_folder, warnings_of
+    from .before_run import check_inputs, output_folder
 
     check_inputs(recipe, active, path)
     start.ensure_possible()
@@ -35,3 +60,39 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
             say(f"warning: {warning}")
         with ending_together(recipe.output):
             loop.train(run.open(recipe, active, machine, checkpoints))
+
+
+def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
+    """Yield what a recipe does that its author may not mean."""
+    train, share = recipe.train, recipe.train.batch_size // ranks
+    packs = recipe.provides("packed_rows")
+    if share > 1 and "micro_batch" not in train.model_fields_set and not packs:
+        yield (
+            "the model computes one example at a time, which is slow. Add "
+            f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
+            f"{min(8, share)} (1 if you mean it)"
+        )
+    held = recipe.eval and recipe.eval_source()
+    if held and any(share_rows(held, source) for source in recipe.data.all_sources()):
+        yield (
+            "evaluations read rows that are trained on, too: eval.split and the split in [data] "
+            'overlap. Hold rows out, as split = "train[95%:]" and split = "train[:95%]" do'
+        )
+
+
+def share_rows(one: Source, other: Source) -> bool:
+    """Tell whether two slices of one source overlap, as far as slices tell without its size."""
+    if os.path.abspath(one.source) != os.path.abspath(other.source):
+        return False
+    # `datasets` takes a second.
+    from ..data.readers.dataset import parse_split
+
+    sizes = dict.fromkeys(re.findall(r"\w+", f"{one.split} {other.split}"), 10**9)
+    try:
+        pairs = product(parse_split(one.split, sizes), parse_split(other.split, sizes))
+    except ValueError:
+        return False  # opening the source says why
+    return any(
+        name == other_name and max(rows.start, others.start) < min(rows.stop, others.stop)
+        for (name, rows), (other_name, others) in pairs
+    )

@@ -71,8 +71,22 @@ class Tokenizer:
         engine: Engine | None = None,
         name: str = OWN,
     ) -> Encoded:
-        """Encode with an engine, by default its own; find the byte where each token ends."""
-        return encode(texts, self, special_tokens, engine, name)
+        """Encode with an engine (default: its own), and find the byte where each token ends.
+
+        If the tokens of a text decode to it byte for byte, their lengths give the ends. Otherwise
+        the model's own tokenizer encodes the text. If its tokens do not decode to the text either
+        (the normalizer changed it, or the vocabulary hides the bytes), its offsets give the ends.
+        """
+        ids, counts = (engine or self.own_engine)(texts)
+        ends, mismatches = _find_ends(ids, counts, texts, self)
+        if mismatches:
+            ids, counts, ends = _encode_again(ids, counts, ends, texts, mismatches, self)
+        if special_tokens and any(map(len, self.special_ids)):
+            ids, counts, ends = _add_special_tokens(ids, counts, ends, *self.special_ids)
+        engines = {name: len(texts)}
+        if name != OWN:
+            engines = {name: len(texts) - len(mismatches), OWN: len(mismatches)}
+        return Encoded(ids, counts, ends, engines)
 
     @cached_property
     def kept(self) -> dict[str, Any]:
@@ -152,31 +166,6 @@ def lighten(tokenizer: Any) -> Tokenizer:
         template = template.get("default")
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return Tokenizer(tokenizer.backend_tokenizer, template, names)
-
-
-def encode(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    special_tokens: bool,
-    engine: Engine | None = None,
-    name: str = OWN,
-) -> Encoded:
-    """Encode with an engine (default: the model's own), and find the byte where each token ends.
-
-    If the tokens of a text decode to it byte for byte, their lengths give the ends. Otherwise the
-    model's own tokenizer encodes the text. If its tokens do not decode to the text either (the
-    normalizer changed it, or the vocabulary hides the bytes), its offsets give the ends.
-    """
-    ids, counts = (engine or tokenizer.own_engine)(texts)
-    ends, mismatches = _find_ends(ids, counts, texts, tokenizer)
-    if mismatches:
-        ids, counts, ends = _encode_again(ids, counts, ends, texts, mismatches, tokenizer)
-    if special_tokens and any(map(len, tokenizer.special_ids)):
-        ids, counts, ends = _add_special_tokens(ids, counts, ends, *tokenizer.special_ids)
-    engines = {name: len(texts)}
-    if name != OWN:
-        engines = {name: len(texts) - len(mismatches), OWN: len(mismatches)}
-    return Encoded(ids, counts, ends, engines)
 
 
 def num_bytes(text: str, start: int, stop: int) -> int:

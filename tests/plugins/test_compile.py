@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL, bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
+from launches import TRAIN, config, curve
 from safetensors.torch import load_file
-from test_launch import TRAIN, config, curve
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,

@@ -2,17 +2,13 @@
 
 import json
 import math
-import random
 import re
 import tomllib
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
-    TEXT,
     only_full,
     read_metrics,
     run_launch,
@@ -21,12 +17,13 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from datasets import Dataset
+from dpo_steps import MEASURED, assert_trl_s, of_trl, open_dpo
+from first_step import ask, assert_equal, gradients, logps_of, pairs, say, shaken
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from launches import TRAIN, config
 from peft import LoraConfig
-from plugin_packages import TRL, activate, install
-from test_launch import TRAIN, config
+from plugin_packages import activate, install
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError
@@ -37,36 +34,6 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.pairs import split_pair
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
-from plugsft.run import OpenRun
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from trl import DPOConfig, DPOTrainer
-
-
-def say(words, role="assistant"):
-    return {"role": role, "content": words}
-
-
-def ask(words):
-    return say(words, "user")
-
-
-def pairs(count, seed=0):
-    """Make rows of a prompt and two answers, of various lengths."""
-    rng = random.Random(seed)
-
-    def words(most):
-        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, most)))
-
-    rows = []
-    for _ in range(count):
-        prompt = [ask(words(8))]
-        if rng.random() < 0.4:
-            prompt = [say("be brief", "system"), *prompt, say(words(5)), ask(words(6))]
-        rows.append({"prompt": prompt, "chosen": [say(words(14))], "rejected": [say(words(14))]})
-    return rows
-
 
 # Rows become pairs.
 
@@ -299,135 +266,16 @@ def test_data_without_pairs_ends_in_one_line(tiny, rows):
 
 # Losses, gradients and measures are those of TRL.
 
-# What TRL trains of a turn is all behind what it gives a model to write it.
-LIKE_TRL = (
-    CHATML.read_text()
-    .replace("{% endgeneration %}\n", "\n{% endgeneration %}")
-    .replace(
-        "{%- else -%}\n{{ message['content'] }}<|im_end|>\n{%- endif %}{{ '\\n' }}",
-        "{%- else -%}\n{{ message['content'] }}<|im_end|>{{ '\\n' }}\n{%- endif %}",
-    )
-)
-
-
-class Run:
-    """What a run is before its first step, on one global batch of all examples."""
-
-    def __init__(self, folder, rows=None, tokenizer=None, **options):
-        self.rows = rows or ROWS
-        tables = tiny_tables(folder, self.rows)
-        if tokenizer is None:
-            (folder / "like.jinja").write_text(LIKE_TRL)
-            tables["model"]["chat_template"] = str(folder / "like.jinja")
-        else:
-            tokenizer.save_pretrained(folder / "tokenizer")
-            tables["model"]["tokenizer"] = str(folder / "tokenizer")
-        tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
-        micro_batch = 1 if "bfd_packing" in tables["plugins"] else 3
-        tables["train"] |= {"batch_size": len(self.rows), "micro_batch": micro_batch}
-        recipe, active = resolve(tables)
-        opened = OpenRun(recipe, active, look())
-        self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
-        self.hooks, self.model = opened.hooks, opened.module
-        self.plan = opened.plan.plan_step(1)
-        self.batches = [
-            opened.loader.load_batch(opened.tokens, examples) for examples in self.plan.layout[0]
-        ]
-
-    def losses(self):
-        """Return the loss and what is measured of it, as means, and leave gradients behind."""
-        total, score = self.plan.denominator, self.hooks.token_nll
-        parts = [
-            self.hooks.step(model=self.model, batch=batch, denominator=total, token_nll=score)
-            for batch in self.batches
-        ]
-        for part in parts:
-            part.backward()
-        [sums] = self.hooks.add_metrics()
-        measured = {name: float(value) / len(self.rows) for name, value in sums.items()}
-        return sum(float(part.detach()) for part in parts), measured
-
-
-def gradients(model):
-    named = model.named_parameters()
-    return {name: one.grad.clone() for name, one in named if one.requires_grad}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max()
-        assert scale > 0, name
-        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
-
-
-def shaken(model, much=0.05, seed=3):
-    """Move what is trained in a model."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                moved = torch.randn(parameter.shape, generator=draw) * much
-                parameter += moved.to(parameter.device)
-    return model
-
-
-ROWS = pairs(8, seed=3)
-THEIRS = {"length_normalized": "sigmoid_norm"}
-MEASURED = {
-    "accuracy": "rewards/accuracies",
-    "margin": "rewards/margins",
-    "reward_chosen": "rewards/chosen",
-    "reward_rejected": "rewards/rejected",
-    "logp_chosen": "logps/chosen",
-    "logp_rejected": "logps/rejected",
-}
 LOSSES = [("sigmoid", 0.3), ("hinge", 0.05), ("ipo", 0.4), ("length_normalized", 4.0)]
-
-
-def of_trl(folder, run, loss, beta, model, reference=None, peft=None):
-    """Return TRL's trainer, and the whole global batch as a batch of its own making."""
-    config = DPOConfig(
-        output_dir=str(folder),
-        loss_type=[THEIRS.get(loss, loss)],
-        beta=beta,
-        **(TRL | {"per_device_train_batch_size": len(run.rows)}),
-    )
-    trainer = DPOTrainer(
-        model=model,
-        ref_model=reference,
-        args=config,
-        train_dataset=Dataset.from_list(run.rows),
-        processing_class=run.tokenizer,
-        peft_config=peft,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert len(batch["input_ids"]) == 2 * len(run.rows)
-    return trainer, batch
-
-
-def assert_trl_s(run, trainer, batch):
-    """Compare our loss, its gradients and measures with theirs."""
-    trained = [int((one["labels"][:, 1:] != -100).sum()) for one in run.batches]
-    assert sum(trained) == int(batch["completion_mask"].sum())
-    loss, measured = run.losses()
-    theirs = trainer.compute_loss(trainer.model.train(), batch)
-    theirs.backward()
-    assert loss == pytest.approx(float(theirs.detach()), rel=1e-5)
-    assert_equal(gradients(run.model), gradients(trainer.model))
-    logged = {name: trainer._metrics["train"][value][-1] for name, value in MEASURED.items()}
-    # Margins are small differences of sums of some 60, times beta.
-    assert measured == pytest.approx(logged, rel=1e-5, abs=1e-5 * max(1.0, trainer.beta))
-    return loss, measured
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("loss", "beta"), LOSSES)
 def test_full_fine_tuning_is_trl_s(tmp_path, loss, beta):
     reference = tmp_path / "reference"
-    first = Run(tmp_path / "first")
+    first = open_dpo(tmp_path / "first")
     shaken(first.model, 0.1).save_pretrained(reference)
-    run = Run(tmp_path / "run", loss=loss, beta=beta, reference=str(reference))
+    run = open_dpo(tmp_path / "run", loss=loss, beta=beta, reference=str(reference))
     model, other = (
         AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
         for one in (run.folder, reference)
@@ -439,7 +287,7 @@ def test_full_fine_tuning_is_trl_s(tmp_path, loss, beta):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("loss", "beta"), LOSSES)
 def test_lora_is_trl_s(tmp_path, loss, beta):
-    run = Run(tmp_path / "run", loss=loss, beta=beta, plugins={"lora": {"r": 4, "alpha": 8}})
+    run = open_dpo(tmp_path / "run", loss=loss, beta=beta, plugins={"lora": {"r": 4, "alpha": 8}})
     model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
     peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
     trainer, batch = of_trl(tmp_path, run, loss, beta, model, peft=peft)
@@ -455,25 +303,10 @@ def test_lora_is_trl_s(tmp_path, loss, beta):
 @pytest.fixture
 def other(tmp_path):
     """Give a model that is not the one that a run begins with."""
-    shaken(Run(tmp_path / "other").model, 0.1).save_pretrained(tmp_path / "shaken")
+    shaken(open_dpo(tmp_path / "other").model, 0.1).save_pretrained(tmp_path / "shaken")
     return tmp_path / "shaken"
 
 
-def logps_of(model, run):
-    """Return the log-probabilities and lengths of answers, each computed alone."""
-    sums, counts = [], []
-    for batch in run.batches:
-        for ids, there, labels in zip(*(batch[name] for name in NAMES), strict=True):
-            count = int(there.sum())
-            logits = model(input_ids=ids[None, :count]).logits[0, :-1].double()
-            picked = labels[1:count] != -100
-            found = logits.log_softmax(-1).gather(1, ids[1:count, None])[:, 0][picked]
-            sums.append(found.sum())
-            counts.append(len(found))
-    return torch.stack(sums).view(-1, 2), torch.tensor(counts).view(-1, 2)
-
-
-NAMES = ("input_ids", "attention_mask", "labels")
 FORMULAS = {
     "sigmoid": lambda beta, scores, lengths: beta * (scores[:, 0] - scores[:, 1]),
     "length_normalized": lambda beta, scores, lengths: (
@@ -485,7 +318,7 @@ FORMULAS = {
 @pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.3), ("length_normalized", 4.0)])
 def test_label_smoothing_and_nll(tmp_path, other, loss, beta):
     options = {"loss": loss, "beta": beta, "label_smoothing": 0.2, "nll": 0.5}
-    run = Run(tmp_path / "run", reference=str(other), **options)
+    run = open_dpo(tmp_path / "run", reference=str(other), **options)
     found, measured = run.losses()
     mine, theirs = (
         AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)

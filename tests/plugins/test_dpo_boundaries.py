@@ -11,9 +11,10 @@ import torch
 import trl
 from conftest import TEXT, only_full, tiny_tables
 from datasets import Dataset
+from dpo_steps import assert_trl_s, of_trl, open_dpo
+from first_step import say, shaken
 from peft import LoraConfig
 from template_families import CALL, RESULT
-from test_dpo import Run, assert_trl_s, of_trl, say, shaken
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,7 +25,7 @@ from plugsft.data.slices import align_pairs, target_mask
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
 from plugsft.registry.load import resolve
-from plugsft.tokens.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import lighten
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -229,7 +230,7 @@ def test_no_template_lets_a_prompt_be_trained(name):
         rendered = Dpo().render([row], light, data)
         if rendered.bad:
             continue  # test_rendering.py tells why
-        encoded = encode(rendered.texts, light, rendered.special_tokens)
+        encoded = light.encode_texts(rendered.texts, rendered.special_tokens)
         mask = target_mask(encoded, rendered.texts, rendered.spans)
         align_pairs(encoded, rendered, mask)
         first = int(encoded.counts[0])
@@ -263,7 +264,9 @@ LOSSES = [
 @pytest.mark.parametrize(("form", "kind", "template"), LOSSES)
 def test_the_loss_and_its_gradients_are_trl_s(tmp_path, form, kind, template):
     tokenizer, rows = tokenizer_of(kind, template), FORMATS[form][:5] + FORMATS[form][5::4]
-    run = Run(tmp_path / "run", rows, tokenizer, beta=0.3, plugins={"lora": {"r": 4, "alpha": 8}})
+    run = open_dpo(
+        tmp_path / "run", rows, tokenizer, beta=0.3, plugins={"lora": {"r": 4, "alpha": 8}}
+    )
     model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
     peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
     trainer, batch = of_trl(tmp_path, run, "sigmoid", 0.3, model, peft=peft)

@@ -14,8 +14,8 @@ from conftest import (
     run_ranks,
     start_plugsft,
 )
+from launches import config
 from plugin_packages import activate, install
-from test_launch import config
 
 from plugsft.plugins.dpo_reference.log_probs import read_block, write_block
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft
+from launches import config
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 from saved_runs import (
@@ -19,7 +20,6 @@ from saved_runs import (
     resume,
     train,
 )
-from test_launch import config
 
 from plugsft.output.checkpoint import name_in_file
 

@@ -26,7 +26,6 @@ from plugsft.plugins.fast_tokenizer.engines import ENGINES, load
 from plugsft.plugins.fast_tokenizer.proof import SAMPLE_TEXTS, guard, split_ids, take_sample
 from plugsft.registry.load import resolve
 from plugsft.tokens import tokenizer
-from plugsft.tokens.tokenizer import encode
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 CORPUS = [
@@ -206,8 +205,8 @@ def touched(text, mine, span):
 @given(st.lists(text, max_size=5), st.booleans())
 def test_ids_and_ends_are_those_of_the_model_s_tokenizer(name, by, texts, special):
     mine = kind(name)
-    encoded = encode(texts, mine, special, engine(name, by), by)
-    plain = encode(texts, mine, special)
+    encoded = mine.encode_texts(texts, special, engine(name, by), by)
+    plain = mine.encode_texts(texts, special)
     own = [mine.backend_tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
     assert encoded.ids.tolist() == plain.ids.tolist() == [number for ids in own for number in ids]
     assert encoded.counts.tolist() == plain.counts.tolist() == [*map(len, own)]
@@ -218,7 +217,7 @@ def test_ids_and_ends_are_those_of_the_model_s_tokenizer(name, by, texts, specia
 @pytest.mark.parametrize("by", BOTH)
 def test_added_tokens_for_runs_of_spaces_leave_a_text_to_the_engine(by):
     for text, own in (("the   owls  fly", 0), ("the\u2581\u2581owls", 1)):
-        encoded = encode([text], kind("gemma"), False, engine("gemma", by), by)
+        encoded = kind("gemma").encode_texts([text], False, engine("gemma", by), by)
         assert encoded.engines == {by: 1 - own, OWN: own}
 
 
@@ -227,7 +226,7 @@ def test_added_tokens_for_runs_of_spaces_leave_a_text_to_the_engine(by):
 @given(text, st.data())
 def test_masks_by_bytes_are_those_by_offsets(name, by, text, data):
     mine = kind(name)
-    encoded = encode([text], mine, False, engine(name, by), by)
+    encoded = mine.encode_texts([text], False, engine(name, by), by)
     if encoded.engines[OWN] or name == "gpt2_trimmed":
         return  # done by offsets, or these say less than the bytes
     # Offsets give a space that was put before a text the place of its first character.
@@ -250,8 +249,8 @@ def test_a_character_of_any_plane_is_read_alike(by):
         )
         for start in range(0, len(characters), 16)
     ]
-    encoded = encode(texts, mine, False, engine("llama3", by), by)
-    assert encoded.ids.tolist() == encode(texts, mine, False).ids.tolist()
+    encoded = mine.encode_texts(texts, False, engine("llama3", by), by)
+    assert encoded.ids.tolist() == mine.encode_texts(texts, False).ids.tolist()
     # Nearly half of the places up to plane 3 hold no character yet, or a younger one.
     assert encoded.engines[by] > len(texts) / 3
 
@@ -270,7 +269,7 @@ def test_a_character_on_which_engines_disagree_is_left_to_the_tokenizer(name, by
     bare, _ = load(by, mine)([text])
     own = mine.backend_tokenizer.encode(text).ids
     assert bare.tolist() != own, "they agree now: fewer texts need be left to it"
-    encoded = encode(["owls", text, "東京 🦉", text], mine, False, engine(name, by), by)
+    encoded = mine.encode_texts(["owls", text, "東京 🦉", text], False, engine(name, by), by)
     assert encoded.engines == {by: 2, OWN: 2}
     assert split_ids(encoded)[1].tolist() == own
 
@@ -404,7 +403,7 @@ def test_wrong_ids_are_caught_by_the_proof(monkeypatch):
     mine, said = kind("gpt2"), f"gigatoken gives other ids .* for the text '{BAD}'"
     made = plugin()
     encoded = made.encode([*CORPUS, BAD], mine, False)
-    assert encoded.ids.tolist() == encode([*CORPUS, BAD], mine, False).ids.tolist()
+    assert encoded.ids.tolist() == mine.encode_texts([*CORPUS, BAD], False).ids.tolist()
     assert choice(made, mine) == "fastokens" and re.fullmatch(said + r"\w*", made.summary())
     # In a worker process, others may have trusted it by now.
     for other in (plugin("gigatoken"), plugin(first=False)):
@@ -428,7 +427,7 @@ def test_wrong_bytes_are_caught_in_every_text(monkeypatch, wrong, lost):
     spoil(monkeypatch, lambda text, ids, mine: [wrong, *ids[1:]] if text == BAD else ids)
     mine, made, texts = kind("gpt2"), plugin(), [BAD, *CORPUS, BAD]
     made.encode(CORPUS, mine, False)
-    encoded, own = made.encode(texts, mine, False), encode(texts, mine, False)
+    encoded, own = made.encode(texts, mine, False), mine.encode_texts(texts, False)
     assert encoded.engines == {"gigatoken": 14 - lost, OWN: lost}
     assert encoded.ids.tolist() == own.ids.tolist()
     assert encoded.ends.tolist() == own.ends.tolist()
@@ -450,7 +449,7 @@ def test_a_text_that_an_engine_refuses_is_done_by_the_model_s_own(monkeypatch, e
     for _ in range(2):
         encoded = made.encode(texts, mine, False)
         assert encoded.engines == {"gigatoken": 24, OWN: 3}
-        assert encoded.ids.tolist() == encode(texts, mine, False).ids.tolist()
+        assert encoded.ids.tolist() == mine.encode_texts(texts, False).ids.tolist()
 
 
 def test_what_is_no_error_of_an_engine_is_not_swallowed(monkeypatch):
@@ -489,7 +488,7 @@ THREADS = """
 import os, psutil, sys, tokenizers
 os.sched_setaffinity(0, range(os.cpu_count()))
 from plugsft.base.machine import look
-from plugsft.kit import Tokenizer
+from plugsft.data_kit import Tokenizer
 from plugsft.plugins.fast_tokenizer.engines import load
 engine = load(sys.argv[2], Tokenizer(tokenizers.Tokenizer.from_file(sys.argv[1])))
 def others():

@@ -14,8 +14,8 @@ from conftest import (
     run_ranks,
     write_recipe,
 )
+from launches import TRAIN, config, curve
 from safetensors.torch import load_file
-from test_launch import TRAIN, config, curve
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 from torch.nn import Linear

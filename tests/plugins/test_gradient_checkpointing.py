@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
+from launches import TRAIN, curve, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
-from test_launch import TRAIN, curve, learns_what_one_does_without
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing

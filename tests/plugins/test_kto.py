@@ -5,7 +5,6 @@ import random
 import re
 import tomllib
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,21 +23,20 @@ from conftest import (
 )
 from datasets import Dataset
 from families import tiny_config
+from first_step import FirstStep, assert_equal, gradients, like_trl, shaken
+from launches import config
 from peft import LoraConfig
 from plugin_packages import TRL, activate, install
-from test_dpo import LIKE_TRL, assert_equal, gradients, shaken
-from test_launch import config
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.kit import lay_out
-from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward, plugin_metrics
+from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward
 from plugsft.plugins.kto.objective import Mismatched
 from plugsft.ranks.trained_model import TrainedModel, evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
-from plugsft.run import OpenRun
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -66,31 +64,11 @@ ROWS = rows_of(8, seed=3)
 PACKED = {"bfd_packing": {"capacity": 256}}
 
 
-class Run:
-    """An opened run, and its first global batch."""
-
-    def __init__(
-        self, folder, rows=None, plugins=None, train=None, model=None, evaluates=False, **options
-    ):
-        self.rows = rows or ROWS
-        tables = tiny_tables(folder, self.rows)
-        (folder / "like.jinja").write_text(LIKE_TRL)
-        tables["model"] = (model or tables["model"]) | {"chat_template": str(folder / "like.jinja")}
-        tables["plugins"] = {**(plugins or {}), "kto": options}
-        tables["train"] |= {"batch_size": len(self.rows)} | (train or {})
-        if evaluates:
-            tables["eval"] = {"split": "train[:100%]"}
-        recipe, active = resolve(tables)
-        self.run = OpenRun(recipe, active, look())
-        self.folder, self.tokenizer = Path(self.run.load.path), self.run.tokenizer
-        self.model = self.run.module
-
-    def losses(self):
-        """Return the loss and the metrics of the first step; leave its gradients behind."""
-        batch = next(self.run.global_batches())
-        loss = sum(float(part) for part in forward_backward(self.run, batch))
-        sums = plugin_metrics(self.run)
-        return loss, {name: float(value) / batch.denominator for name, value in sums.items()}
+def open_kto(folder, rows=None, plugins=None, train=None, model=None, evaluates=False, **options):
+    """Open a run of KTO with these options, and other plugins."""
+    evaluation = {"eval": {"split": "train[:100%]"}} if evaluates else {}
+    model, plugins = (model or {}) | like_trl(folder), {**(plugins or {}), "kto": options}
+    return FirstStep(folder, rows or ROWS, plugins, model, train, **evaluation)
 
 
 # Losses and gradients are those of TRL.
@@ -149,8 +127,8 @@ def assert_equals_trl(run, trainer, batch):
 @pytest.mark.parametrize("options", LOSSES)
 def test_full_fine_tuning_equals_trl(tmp_path, options):
     reference = tmp_path / "reference"
-    shaken(Run(tmp_path / "first").model, 0.1).save_pretrained(reference)
-    run = Run(tmp_path / "run", reference=str(reference), **options)
+    shaken(open_kto(tmp_path / "first").model, 0.1).save_pretrained(reference)
+    run = open_kto(tmp_path / "run", reference=str(reference), **options)
     model, other = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (run.folder, reference)
@@ -164,7 +142,7 @@ def test_full_fine_tuning_equals_trl(tmp_path, options):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", LOSSES[1:])
 def test_lora_equals_trl(tmp_path, options):
-    run = Run(tmp_path / "run", plugins={"lora": {"r": 4, "alpha": 8}}, **options)
+    run = open_kto(tmp_path / "run", plugins={"lora": {"r": 4, "alpha": 8}}, **options)
     model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
     peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
     trainer, batch = trl_trainer(tmp_path, run, options, model, peft=peft)
@@ -178,7 +156,7 @@ def test_lora_equals_trl(tmp_path, options):
 def test_the_weights_equal_trl_s_after_steps(tmp_path):
     """Each step trains all rows, in any order; the KL grows from 0."""
     options, rate = {"loss": "kto", "beta": 0.5}, 0.2
-    run = Run(tmp_path / "run", train={"steps": 4}, **options)
+    run = open_kto(tmp_path / "run", train={"steps": 4}, **options)
     model, reference = (
         AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32) for _ in range(2)
     )
@@ -330,7 +308,7 @@ def in_words(run, tokens, number):
 
 def test_each_prompt_gets_the_answer_of_the_example_before_it(tmp_path):
     """In the order of the data, whatever the order in the step; an example counts once."""
-    run = Run(tmp_path)
+    run = open_kto(tmp_path)
     tokens = run.run.tokens
     texts = [in_words(run, tokens, number) for number in range(len(tokens))]
     mismatched = Mismatched(tokens, np.array([5, 2, 7, 2]), 256)
@@ -354,7 +332,7 @@ def test_an_answer_of_several_turns_begins_at_its_first_trained_token(tmp_path):
         for answer in (turn("assistant", "ramen"), turn("assistant", "cafés"))
     ]
     chats[1] = chats[1][-2:]
-    run = Run(tmp_path, [{"messages": chat, "label": True} for chat in chats])
+    run = open_kto(tmp_path, [{"messages": chat, "label": True} for chat in chats])
     mismatched = Mismatched(run.run.tokens, np.arange(2), 256)
     first, second = (in_words(run, mismatched, number) for number in range(2))
     assert first[1] == "cafés<|im_end|>\n" and second[1] == "owls<|im_end|>\nramen<|im_end|>\n"
@@ -375,7 +353,7 @@ def test_micro_batches_hold_each_text_once(padded, most, texts):
 
 def test_a_weight_multiplies_the_loss_of_a_row(tmp_path):
     """A row of weight 2 counts as two rows, and one of weight 0 does not count."""
-    first, reference = Run(tmp_path / "first"), tmp_path / "reference"
+    first, reference = open_kto(tmp_path / "first"), tmp_path / "reference"
     first.tokenizer.save_pretrained(first.folder)
     shaken(first.model, 0.1).save_pretrained(reference)
     weights = [1, 2, 0, 1, 1, 2, 1, 1]
@@ -383,15 +361,18 @@ def test_a_weight_multiplies_the_loss_of_a_row(tmp_path):
     copies = [row for row, weight in zip(ROWS, weights, strict=True) for _ in range(weight)]
     shared = {"model": {"path": str(first.folder)}, "reference": str(reference)}
     options = {"loss": "apo_zero_unpaired", **shared}
-    runs = Run(tmp_path / "one", weighted, **options), Run(tmp_path / "two", copies, **options)
+    runs = (
+        open_kto(tmp_path / "one", weighted, **options),
+        open_kto(tmp_path / "two", copies, **options),
+    )
     (loss, metrics), (expected, others) = (run.losses() for run in runs)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert metrics == pytest.approx(others, rel=1e-4)
     assert_equal(*(gradients(run.model) for run in runs))
     # The KL is not weighted, but no prompt gets the answer of a row of weight 0.
-    _, metrics = Run(tmp_path / "three", weighted, **shared).losses()
+    _, metrics = open_kto(tmp_path / "three", weighted, **shared).losses()
     counted = [row for row in weighted if row["weight"]]
-    _, others = Run(tmp_path / "four", counted, **shared).losses()
+    _, others = open_kto(tmp_path / "four", counted, **shared).losses()
     assert metrics["kl"] == pytest.approx(others["kl"], rel=1e-4) and metrics["kl"] > 0.1
 
 
@@ -513,7 +494,7 @@ def test_an_evaluation_s_metrics_are_means_over_the_answers_of_a_label(tmp_path)
     """It has two steps: of eight examples and of three."""
     labels = [True] * 4 + [False] * 7
     rows = [row | {"label": label} for row, label in zip(rows_of(11), labels, strict=True)]
-    run = Run(tmp_path, rows, train={"batch_size": 8}, evaluates=True)
+    run = open_kto(tmp_path, rows, train={"batch_size": 8}, evaluates=True)
     tokens = run.run.evaluation_tokens
     with torch.no_grad(), evaluating(run.run.module):
         metrics = evaluation_metrics(run.run, evaluation_losses(run.run))
@@ -524,14 +505,15 @@ def test_an_evaluation_s_metrics_are_means_over_the_answers_of_a_label(tmp_path)
 
 def test_the_router_loss_is_that_of_the_answers(tmp_path):
     """Not of the mismatched texts, which the first micro-batch computes, too."""
-    first, folder = Run(tmp_path / "first"), tmp_path / "experts"
+    first, folder = open_kto(tmp_path / "first"), tmp_path / "experts"
     experts = tiny_config("qwen3_moe")
     experts.vocab_size, experts.max_position_embeddings = 400, 256
     AutoModelForCausalLM.from_config(experts).save_pretrained(folder)
     first.tokenizer.save_pretrained(folder)
     plugins, model = {"router_loss": {"weight": 0.5}}, {"path": str(folder)}
     runs = [
-        Run(tmp_path / str(size), None, plugins, {"micro_batch": size}, model) for size in (8, 3)
+        open_kto(tmp_path / str(size), None, plugins, {"micro_batch": size}, model)
+        for size in (8, 3)
     ]
     (loss, metrics), (expected, others) = (run.losses() for run in runs)
     assert loss == pytest.approx(expected, rel=1e-5) and metrics["router_loss"] > 0.1
@@ -540,12 +522,12 @@ def test_the_router_loss_is_that_of_the_answers(tmp_path):
 
 
 def test_the_model_s_dropout_is_off(tmp_path):
-    first = Run(tmp_path / "first")
+    first = open_kto(tmp_path / "first")
     first.tokenizer.save_pretrained(first.folder)
     first.model.config.attention_dropout = 0.5
     first.model.save_pretrained(tmp_path / "dropping")
     first.tokenizer.save_pretrained(tmp_path / "dropping")
-    run = Run(tmp_path / "run", model={"path": str(tmp_path / "dropping")})
+    run = open_kto(tmp_path / "run", model={"path": str(tmp_path / "dropping")})
     _, metrics = run.losses()
     assert metrics["reward_desirable"] == pytest.approx(0, abs=1e-6)
 
@@ -558,7 +540,7 @@ def test_the_reference_is_loaded_once_for_training_and_evaluation(tmp_path, monk
         return load(self, *path)
 
     monkeypatch.setattr(TrainedModel, "load_frozen", load_frozen)
-    Run(tmp_path, evaluates=True)
+    open_kto(tmp_path, evaluates=True)
     assert len(calls) == 1
 
 

@@ -15,9 +15,9 @@ from conftest import (
     run_ranks,
     write_recipe,
 )
+from launches import TRAIN, config, curve
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers import __version__ as transformers_version
 

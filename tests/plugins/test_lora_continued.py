@@ -15,10 +15,10 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
+from launches import config, curve
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_dpo_reference import pairs
-from test_launch import config, curve
 from test_lora import IDS, adapt, base, gradients, shake  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from families import tiny_config
+from launches import TRAIN, config, curve
 from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
-from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM
 
 from plugsft import Train

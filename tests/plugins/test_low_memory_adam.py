@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import only_full, run_launch, run_plugsft, tiny_tables, write_recipe
+from launches import config
 from test_bfloat16_learning import EXAMPLES, Base
-from test_launch import config
 
 from plugsft import testing
 from plugsft.plugins.low_memory_adam import corrected

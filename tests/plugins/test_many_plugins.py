@@ -7,9 +7,9 @@ import json
 
 import pytest
 from conftest import only_full, run_launch, run_plugsft
+from launches import config, curve
 from safetensors.torch import load_file
 from test_dpo_reference import pairs
-from test_launch import config, curve
 from torch.testing import assert_close
 
 LEARNING = {

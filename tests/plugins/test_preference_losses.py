@@ -15,9 +15,11 @@ from conftest import (
     write_jsonl,
 )
 from datasets import Dataset
+from dpo_steps import open_dpo
+from first_step import assert_equal, gradients, logps_of, pairs, shaken
+from launches import config
 from plugin_packages import TRL
-from test_dpo import Run, assert_equal, gradients, logps_of, pairs, record, shaken
-from test_launch import config
+from test_dpo import record
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
@@ -94,7 +96,7 @@ def assert_trains_as_trl(run, trainer_class, config):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("options", "name"), CPO)
 def test_cpo_and_simpo_equal_trl(tmp_path, options, name):
-    run = Run(tmp_path / "run", rows=text_rows(), **options)
+    run = open_dpo(tmp_path / "run", rows=text_rows(), **options)
     used = options_of(Dpo(**options))
     config = cpo.CPOConfig(
         output_dir=str(tmp_path),
@@ -116,7 +118,7 @@ def test_cpo_and_simpo_equal_trl(tmp_path, options, name):
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_orpo_equals_trl(tmp_path, beta):
     """TRL's nll is also that of the prompt's tokens; a prompt of one token has none."""
-    run = Run(tmp_path / "run", rows=text_rows("?"), loss="orpo", beta=beta)
+    run = open_dpo(tmp_path / "run", rows=text_rows("?"), loss="orpo", beta=beta)
     config = orpo.ORPOConfig(
         output_dir=str(tmp_path), beta=beta, **(TRL | {"per_device_train_batch_size": 1})
     )
@@ -126,7 +128,7 @@ def test_orpo_equals_trl(tmp_path, beta):
 
 
 def test_orpo_trains_no_prompt(tmp_path):
-    run = Run(tmp_path / "run", loss="orpo", beta=0.5)
+    run = open_dpo(tmp_path / "run", loss="orpo", beta=0.5)
     model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
     log_probs, lengths = logps_of(model, run)
     means = log_probs / lengths
@@ -147,10 +149,10 @@ PACKED = {"bfd_packing": {"capacity": 256}}
 @pytest.mark.parametrize("loss", FREE)
 def test_packed_rows_and_shared_prompts_learn_the_same(tmp_path, loss):
     plain, packed = (
-        Run(tmp_path / name, loss=loss, plugins=plugins)
+        open_dpo(tmp_path / name, loss=loss, plugins=plugins)
         for name, plugins in (("plain", {}), ("packed", PACKED))
     )
-    shared = Run(tmp_path / "shared", loss=loss, share_prompt=True, plugins=PACKED)
+    shared = open_dpo(tmp_path / "shared", loss=loss, share_prompt=True, plugins=PACKED)
     expected, metrics = plain.losses()
     for run in (packed, shared):
         assert len(run.batches) < len(plain.batches)
@@ -209,14 +211,14 @@ def test_no_reference_is_loaded_or_computed(tmp_path, monkeypatch, lora):
         raise AssertionError("a reference was loaded")
 
     monkeypatch.setattr(TrainedModel, "load_frozen", load_frozen)
-    run = Run(tmp_path / "free", loss="simpo", plugins=dict(lora))
+    run = open_dpo(tmp_path / "free", loss="simpo", plugins=dict(lora))
     passes = []
     run.model.register_forward_pre_hook(lambda *_: passes.append(1))
     run.losses()
     assert len(passes) == len(run.batches)
     if not lora:
         with pytest.raises(AssertionError, match="a reference was loaded"):
-            Run(tmp_path / "bound", loss="sigmoid")
+            open_dpo(tmp_path / "bound", loss="sigmoid")
 
 
 @pytest.mark.parametrize("loss", ["orpo", pytest.param("simpo", marks=only_full)])

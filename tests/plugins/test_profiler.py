@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
+from launches import config
 from peft import LoraConfig, get_peft_model
 from plugin_packages import activate, install
-from test_launch import config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 

@@ -3,7 +3,6 @@
 import json
 import tomllib
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +18,9 @@ from conftest import (
 )
 from datasets import Dataset
 from families import FAMILIES, build
+from first_step import ROWS, FirstStep, assert_equal, gradients, pairs, shaken
+from launches import config
 from plugin_packages import TRL
-from test_dpo import ROWS, assert_equal, gradients, pairs, shaken
-from test_launch import config
 from test_preference_losses import text_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +36,6 @@ from plugsft.output.checkpoint import ensure_saveable
 from plugsft.plugins.reward.model import make_reward_model
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
-from plugsft.run import OpenRun
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -48,37 +46,13 @@ METRICS = ("accuracy", "margin", "mean_reward")
 LORA = {"lora": {"r": 4, "alpha": 8}}
 
 
-class Run:
-    """A run before its first step, on one global batch of all rows."""
-
-    def __init__(self, folder, rows=ROWS, plugins=None, **options):
-        self.rows = rows
-        tables = tiny_tables(folder, rows)
-        tables["plugins"] = {"reward": options, **(plugins or {})}
-        micro_batch = 1 if "bfd_packing" in tables["plugins"] else 3
-        tables["train"] |= {"batch_size": len(rows), "micro_batch": micro_batch}
-        recipe, active = resolve(tables)
-        opened = OpenRun(recipe, active, look())
-        opened.notify("ready")
-        self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
-        self.opened, self.hooks, self.model = opened, opened.hooks, opened.module
-        self.plan = opened.plan.plan_step(1)
-        self.batches = [
-            opened.loader.load_batch(opened.tokens, examples) for examples in self.plan.layout[0]
-        ]
-
-    def losses(self):
-        """Return the loss and the metrics, as means; leave gradients behind."""
-        total = self.plan.denominator
-        parts = [
-            self.hooks.step(model=self.model, batch=batch, denominator=total, token_nll=None)
-            for batch in self.batches
-        ]
-        for part in parts:
-            part.backward()
-        [sums] = self.hooks.add_metrics()
-        metrics = {name: float(value) / total for name, value in sums.items()}
-        return sum(float(part.detach()) for part in parts), metrics
+def open_reward(folder, rows=ROWS, plugins=None, **options):
+    """Open a run of a reward model with these options, and other plugins."""
+    plugins = {"reward": options, **(plugins or {})}
+    micro_batch = 1 if "bfd_packing" in plugins else 3
+    step = FirstStep(folder, rows, plugins, {}, {"micro_batch": micro_batch})
+    step.run.notify("ready")
+    return step
 
 
 def trl_trainer(folder, run, model, center=0.0, peft=None):
@@ -109,7 +83,7 @@ CASES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("rows", "options"), CASES)
 def test_loss_gradients_and_metrics_equal_trl(tmp_path, rows, options):
-    run = Run(tmp_path / "run", rows, **options)
+    run = open_reward(tmp_path / "run", rows, **options)
     shaken(run.model, 0.1)
     model = AutoModelForSequenceClassification.from_pretrained(
         run.folder, dtype=torch.float32, num_labels=1
@@ -129,7 +103,7 @@ def test_loss_gradients_and_metrics_equal_trl(tmp_path, rows, options):
 @pytest.mark.parametrize("options", [{}, {"center": 0.05}])
 def test_packed_rows_learn_the_same(tmp_path, options):
     plain, packed = (
-        Run(tmp_path / name, plugins=plugins, **options)
+        open_reward(tmp_path / name, plugins=plugins, **options)
         for name, plugins in (("plain", {}), ("packed", PACKED))
     )
     for run in (plain, packed):
@@ -145,10 +119,10 @@ def test_weights_count_pairs(tmp_path):
     rows = pairs(4, seed=3)
     weights = (2, 1, 0.5, 0)
     weighted = [row | {"weight": weight} for row, weight in zip(rows, weights, strict=True)]
-    plain, run = Run(tmp_path / "plain", rows), Run(tmp_path / "weighted", weighted)
+    plain, run = open_reward(tmp_path / "plain", rows), open_reward(tmp_path / "weighted", weighted)
     for each in (plain, run):
         shaken(each.model, 0.1)
-    reward = plain.opened.active.plugins["reward"]
+    reward = plain.run.active.plugins["reward"]
     losses = torch.cat([reward.losses(plain.model, batch, None)[0] for batch in plain.batches])
     numbers = torch.from_numpy(np.concatenate(plain.plan.layout[0]))
     expected = (losses * torch.tensor(weights)[numbers]).sum() / sum(weights)
@@ -369,7 +343,7 @@ def test_training_on_prompts_is_refused(tmp_path):
 
 
 def test_a_reward_model_and_a_family_without_a_class_are_refused_as_bases(tmp_path):
-    run = Run(tmp_path / "run")
+    run = open_reward(tmp_path / "run")
     trained = save_model(tmp_path / "trained", run.model, run.tokenizer)
     assert "is a LlamaForSequenceClassification, whose head would be" in refusal(tmp_path, trained)
     granite = GraniteMoeConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -379,10 +353,10 @@ def test_a_reward_model_and_a_family_without_a_class_are_refused_as_bases(tmp_pa
 
 
 def test_probabilities_of_tokens_are_refused(tmp_path):
-    run = Run(tmp_path / "run")
+    run = open_reward(tmp_path / "run")
     for use in (
-        lambda: run.opened.model.score(run.opened.tokens, np.arange(2)),
-        lambda: run.opened.model.generate(["who?"]),
+        lambda: run.run.model.score(run.run.tokens, np.arange(2)),
+        lambda: run.run.model.generate(["who?"]),
     ):
         with pytest.raises(RecipeError, match="it has no probabilities of tokens, and cannot gen"):
             use()
@@ -394,11 +368,11 @@ def test_a_margin_is_a_number(tmp_path, margin):
     with pytest.raises(
         DataError, match=r"line 5: 'margin' is .{,20}, and should be .* \[plugins.rew"
     ):
-        Run(tmp_path, rows)
+        open_reward(tmp_path, rows)
 
 
 def test_without_a_pad_token_answers_are_scored_one_by_one(tmp_path, tiny):
-    run = Run(tmp_path / "first")
+    run = open_reward(tmp_path / "first")
     tokenizer = run.tokenizer
     tokenizer.pad_token = None
     tables = save_model(tmp_path / "base", language_model(run), tokenizer)
@@ -423,7 +397,7 @@ def language_model(run):
 
 
 def test_a_pad_token_that_ends_answers_is_refused(tmp_path):
-    run = Run(tmp_path / "run")
+    run = open_reward(tmp_path / "run")
     tokenizer = run.tokenizer
     tokenizer.pad_token = tokenizer.eos_token
     tables = save_model(
@@ -440,7 +414,7 @@ def test_a_pad_token_that_ends_answers_is_refused(tmp_path):
 
 def test_a_family_with_dropout_and_other_names_learns(tmp_path, tiny):
     """GPT-2 has its own class, with other names of layers."""
-    tokenizer = Run(tmp_path / "first").tokenizer
+    tokenizer = open_reward(tmp_path / "first").tokenizer
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4}
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **rates))

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
+from launches import config
 from safetensors.torch import load_file
-from test_launch import config
 
 from plugsft import RecipeError
 from plugsft.base.machine import look

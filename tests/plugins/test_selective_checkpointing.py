@@ -7,9 +7,9 @@ from copy import deepcopy
 import pytest
 import torch
 from conftest import bare_tables, chats, only_full
+from launches import TRAIN, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
 from test_gradient_checkpointing import SMALL, apply
-from test_launch import TRAIN, learns_what_one_does_without
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode

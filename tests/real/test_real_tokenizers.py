@@ -7,7 +7,7 @@ from conftest import only_full
 from downloads import TOKENIZERS, real_chats, smollm2, unpack_tokenizer
 from transformers import AutoTokenizer
 
-from plugsft.kit import Tokenizer
+from plugsft.data_kit import Tokenizer
 from plugsft.plugins.fast_tokenizer import OWN, FastTokenizer
 
 

@@ -25,7 +25,8 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from plugsft import Batch, Ints
-from plugsft.kit import Tokens, pack
+from plugsft.data_kit import Tokens
+from plugsft.kit import pack
 from plugsft.plugins.bfd_packing.layouts import best_fit
 
 Collate = Callable[[int], Batch]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from plugsft import hookimpl
 from plugsft.base.types import StepPlan
-from plugsft.kit import Tokens, pack
+from plugsft.data_kit import Tokens
+from plugsft.kit import pack
 from plugsft.plugins.async_collate import AsyncCollate
 from plugsft.ranks.agree import agreed
 from plugsft.ranks.load_batches import BatchLoader

@@ -190,7 +190,7 @@ TOOL = Tool(
     ),
     convert=convert,
     unlike={
-        **training.TRAINER_UNLIKE,
+        **training.UNLIKE,
         "template": "LLaMA-Factory brings a template of this name; here the model's own writes the "
         "rows; use model.chat_template = FILE.jinja for another, and `plugsft inspect` to see it",
         "image_max_pixels": MEDIA,
@@ -202,7 +202,6 @@ TOOL = Tool(
         "export_size": EXPORT,
         "export_device": EXPORT,
     },
-    usual=training.TRAINER_USUAL,
     same=(
         *training.TRAINER_SAME,
         *LORA,

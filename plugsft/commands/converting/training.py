@@ -38,6 +38,7 @@ UNLIKE = {
     "fsdp_config.offload_params": OFFLOAD,
     "fsdp_config.fsdp_offload_params": OFFLOAD,
     "save_only_model": WHOLE,
+    "hub_token": "a recipe holds no secrets; use the environment variable HF_TOKEN",
 }
 """Keys of all tools that are not converted."""
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit")
@@ -79,15 +80,10 @@ TRAINER_SAME = (
     "warmup_ratio",
     "fsdp",
     "group_by_length",
+    "do_train",
+    "logging_strategy",
 )
 """Keys that need no line."""
-TRAINER_USUAL = {"do_train": (True,), "logging_strategy": ("steps",)}
-"""Keys that need no line if they have these values."""
-TRAINER_UNLIKE = {
-    **UNLIKE,
-    "hub_token": "a recipe holds no secrets; use the environment variable HF_TOKEN",
-}
-"""Keys that are not converted."""
 
 
 def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) -> None:

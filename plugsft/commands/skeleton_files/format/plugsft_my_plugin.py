@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from plugsft import Rendered, hookimpl, plugin
 
 if TYPE_CHECKING:
-    from plugsft.kit import Tokenizer
+    from plugsft.data_kit import Tokenizer
 
 COLUMNS = {"question", "choices", "answer"}
 
