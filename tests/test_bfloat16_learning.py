@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL, chats, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
-from launches import config
+from launching import config
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 

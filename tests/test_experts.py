@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft
-from launches import config, curve
+from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 

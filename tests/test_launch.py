@@ -22,7 +22,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from launches import TRAIN, config, curve, finish, launch
+from launching import TRAIN, config, curve, finish, launch
 from plugin_packages import activate, install
 
 from plugsft.base.atomic import HOST_ID, damage, is_alive

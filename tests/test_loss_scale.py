@@ -9,7 +9,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
-from launches import config
+from launching import config
 from plugin_packages import activate, install
 from test_bfloat16_learning import weights_of
 from test_precision import SEES

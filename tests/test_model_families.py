@@ -9,7 +9,7 @@ import torch
 from conftest import FULL, only_full, run_launch
 from families import FAMILIES, build
 from family_runs import COLUMNS, FINE, Bench, family_results, read_committed
-from launches import config
+from launching import config
 
 from plugsft.base import console
 

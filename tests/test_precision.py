@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
-from launches import config
+from launching import config
 from plugin_packages import activate, install
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode

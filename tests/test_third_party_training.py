@@ -8,7 +8,7 @@ import torch
 from author import install
 from conftest import only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from datasets import load_from_disk
-from launches import config
+from launching import config
 from saved_runs import (
     assert_close,
     assert_equal,

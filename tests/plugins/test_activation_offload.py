@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import bare_tables, chats, only_full
-from launches import TRAIN, learns_what_one_does_without
+from launching import TRAIN, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
 from test_gradient_checkpointing import SMALL, apply
 from transformers import AutoModelForCausalLM, LlamaConfig

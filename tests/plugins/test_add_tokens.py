@@ -15,7 +15,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from launches import config, curve
+from launching import config, curve
 from test_lora import adapt
 from transformers import (
     AutoConfig,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL, bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
-from launches import TRAIN, config, curve
+from launching import TRAIN, config, curve
 from safetensors.torch import load_file
 from transformers import (
     AttentionInterface,

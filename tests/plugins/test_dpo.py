@@ -21,7 +21,7 @@ from dpo_steps import MEASURED, assert_trl_s, of_trl, open_dpo
 from first_step import ask, assert_equal, gradients, logps_of, pairs, say, shaken
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from launches import TRAIN, config
+from launching import TRAIN, config
 from peft import LoraConfig
 from plugin_packages import activate, install
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config

@@ -14,7 +14,7 @@ from conftest import (
     run_ranks,
     start_plugsft,
 )
-from launches import config
+from launching import config
 from plugin_packages import activate, install
 
 from plugsft.plugins.dpo_reference.log_probs import read_block, write_block

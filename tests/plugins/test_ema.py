@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft
-from launches import config
+from launching import config
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 from saved_runs import (

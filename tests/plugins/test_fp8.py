@@ -14,7 +14,7 @@ from conftest import (
     run_ranks,
     write_recipe,
 )
-from launches import TRAIN, config, curve
+from launching import TRAIN, config, curve
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor

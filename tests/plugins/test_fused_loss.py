@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
-from launches import config
+from launching import config
 from peft import LoraConfig, get_peft_model
 from plugin_packages import activate, install
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
-from launches import TRAIN, curve, learns_what_one_does_without
+from launching import TRAIN, curve, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 

@@ -24,7 +24,7 @@ from conftest import (
 from datasets import Dataset
 from families import tiny_config
 from first_step import FirstStep, assert_equal, gradients, like_trl, shaken
-from launches import config
+from launching import config
 from peft import LoraConfig
 from plugin_packages import TRL, activate, install
 from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from families import SMALL
-from launches import config, curve, finish, launch
+from launching import config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
 
 from plugsft import PluginError, RecipeError

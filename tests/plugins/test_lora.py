@@ -15,7 +15,7 @@ from conftest import (
     run_ranks,
     write_recipe,
 )
-from launches import TRAIN, config, curve
+from launching import TRAIN, config, curve
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig

@@ -15,7 +15,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from launches import config, curve
+from launching import config, curve
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_dpo_reference import pairs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import only_full, run_launch, run_plugsft
 from families import tiny_config
-from launches import config, curve
+from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM

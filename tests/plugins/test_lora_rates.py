@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from families import tiny_config
-from launches import TRAIN, config, curve
+from launching import TRAIN, config, curve
 from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import only_full, run_launch, run_plugsft, tiny_tables, write_recipe
-from launches import config
+from launching import config
 from test_bfloat16_learning import EXAMPLES, Base
 
 from plugsft import testing

@@ -17,7 +17,7 @@ from conftest import (
 from datasets import Dataset
 from dpo_steps import open_dpo
 from first_step import assert_equal, gradients, logps_of, pairs, shaken
-from launches import config
+from launching import config
 from plugin_packages import TRL
 from test_dpo import record
 from transformers import AutoModelForCausalLM

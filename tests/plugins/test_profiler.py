@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
-from launches import config
+from launching import config
 from peft import LoraConfig, get_peft_model
 from plugin_packages import activate, install
 from torch.utils.flop_counter import FlopCounterMode

@@ -19,7 +19,7 @@ from conftest import (
 from datasets import Dataset
 from families import FAMILIES, build
 from first_step import ROWS, FirstStep, assert_equal, gradients, pairs, shaken
-from launches import config
+from launching import config
 from plugin_packages import TRL
 from test_preference_losses import text_rows
 from transformers import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from families import tiny_config
-from launches import config, curve
+from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

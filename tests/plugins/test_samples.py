@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import only_full, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
-from launches import config
+from launching import config
 from safetensors.torch import load_file
 
 from plugsft import RecipeError

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from conftest import bare_tables, chats, only_full
-from launches import TRAIN, learns_what_one_does_without
+from launching import TRAIN, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
 from test_gradient_checkpointing import SMALL, apply
 from torch._subclasses.fake_tensor import FakeTensorMode
