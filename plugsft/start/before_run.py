@@ -31,7 +31,7 @@ from ..output.folder import (
 )
 from ..output.same_run import MAY_DIFFER, STATE, ensure_same_run
 from ..ranks.launcher import watch_launcher
-from ..recipe.parse import anchored, flatten
+from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.read import read
 from ..recipe.tables import Data, Model, Recipe, Source, ensure_context
 from ..registry.active import Active
@@ -148,8 +148,9 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         return False
     then, now = flatten(read(folder / "recipe.toml")), flatten(anchored(recipe, "json"))
     same = tuple(key for key in (*MAY_DIFFER, "data.source", "data.split") if key != "plugins.")
-    differing = {key for key in {*then, *now} - {"plugins"} if then.get(key) != now.get(key)}
-    if changed := sorted(key for key in differing if not key.startswith(same)):
+    # A key that is newer than the run had its default.
+    keys = (key for key in {*then, *now} - {"plugins"} if not key.startswith(same))
+    if changed := sorted(k for k in keys if then.get(k, default_of(k)) != now.get(k)):
         raise RecipeError(
             f"output: {recipe.output} holds another recipe's finished run: {', '.join(changed)} "
             "changed since; undo that, or give another output"
