@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import chats, tiny_tables
 from datasets import Dataset
+from gradients import assert_equal, gradients
 from plugin_packages import TRL
 from transformers import AutoModelForCausalLM
 
@@ -47,18 +48,6 @@ def ours(tmp_path_factory):
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max()
-        assert scale > 0, name
-        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
 
 
 def test_equal_to_a_plain_computation(ours):

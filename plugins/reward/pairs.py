@@ -26,9 +26,8 @@ def render_pairs_with_margins(
         if type(margin) in (int, float) and abs(margin) <= LARGEST:
             margins[number] = float(margin)
         else:
-            text = repr(margin)[:20]
-            reason = f"'{column}' is {text}, and should be a number of at most {LARGEST:,}"
-            rendered.bad.setdefault(number, f"{reason} for [plugins.reward]")
+            reason = f"'{column}' is {repr(margin)[:20]}, and should be a number of at most"
+            rendered.bad.setdefault(number, f"{reason} {LARGEST:,} for [plugins.reward]")
     rendered.columns[MARGIN] = margins
     rendered.read = {*(rendered.read or ()), MARGIN}
     return rendered

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 from datasets import Dataset
-from first_step import ROWS, FirstStep, assert_equal, gradients, like_trl
+from first_step import ROWS, FirstStep, like_trl
+from gradients import assert_equal, gradients
 from plugin_packages import TRL
 
 with warnings.catch_warnings():

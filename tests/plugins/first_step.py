@@ -87,21 +87,6 @@ class FirstStep:
         return loss, {name: float(value) / self.plan.denominator for name, value in sums.items()}
 
 
-def gradients(model):
-    """Return copies of the gradients that a model has."""
-    named = model.named_parameters()
-    return {name: one.grad.clone() for name, one in named if one.requires_grad}
-
-
-def assert_equal(found, expected):
-    """Compare gradients; none is zero."""
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max()
-        assert scale > 0, name
-        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
-
-
 def shaken(model, much=0.05, seed=3):
     """Move what is trained in a model."""
     draw = torch.Generator().manual_seed(seed)

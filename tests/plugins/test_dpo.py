@@ -18,7 +18,8 @@ from conftest import (
     write_recipe,
 )
 from dpo_steps import MEASURED, assert_trl_s, of_trl, open_dpo
-from first_step import ask, assert_equal, gradients, logps_of, pairs, say, shaken
+from first_step import ask, logps_of, pairs, say, shaken
+from gradients import assert_equal, gradients
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from launching import TRAIN, config

@@ -23,7 +23,8 @@ from conftest import (
 )
 from datasets import Dataset
 from families import tiny_config
-from first_step import FirstStep, assert_equal, gradients, like_trl, shaken
+from first_step import FirstStep, like_trl, shaken
+from gradients import assert_equal, gradients
 from launching import config
 from peft import LoraConfig
 from plugin_packages import TRL, activate, install

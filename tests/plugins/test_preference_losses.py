@@ -16,7 +16,8 @@ from conftest import (
 )
 from datasets import Dataset
 from dpo_steps import open_dpo
-from first_step import assert_equal, gradients, logps_of, pairs, shaken
+from first_step import logps_of, pairs, shaken
+from gradients import assert_equal, gradients
 from launching import config
 from plugin_packages import TRL
 from test_dpo import record

@@ -18,7 +18,8 @@ from conftest import (
 )
 from datasets import Dataset
 from families import FAMILIES, build
-from first_step import ROWS, FirstStep, assert_equal, gradients, pairs, shaken
+from first_step import ROWS, FirstStep, pairs, shaken
+from gradients import assert_equal, gradients
 from launching import config
 from plugin_packages import TRL
 from test_preference_losses import text_rows

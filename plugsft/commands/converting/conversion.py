@@ -158,10 +158,10 @@ class Tool:
     """Writes the lines of the recipe; what it reads is converted, or left with a reason."""
     unlike: Mapping[str, str]
     """Key -> why it is not converted, and what to use, unless it is false or 0."""
+    usual: Mapping[str, tuple[Any, ...]]
+    """Key -> the values that need no line."""
     same: Collection[str]
     """Keys that need no line: they change no result, or belong to a part that is off."""
-    usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Key -> the values that need no line."""
 
     def apply(self, c: Conversion) -> None:
         """Convert all settings; name those that have no meaning in a recipe."""

@@ -202,6 +202,7 @@ TOOL = Tool(
         "export_size": EXPORT,
         "export_device": EXPORT,
     },
+    usual=training.TRAINER_USUAL,
     same=(
         *training.TRAINER_SAME,
         *LORA,

@@ -80,10 +80,10 @@ TRAINER_SAME = (
     "warmup_ratio",
     "fsdp",
     "group_by_length",
-    "do_train",
-    "logging_strategy",
 )
 """Keys that need no line."""
+TRAINER_USUAL = {"do_train": (True,), "logging_strategy": ("steps",)}
+"""Keys that need no line if they have these values."""
 
 
 def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) -> None:

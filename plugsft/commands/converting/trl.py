@@ -191,7 +191,11 @@ TOOL = Tool(
         "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
         "data.max_length, as in TRL 1; use data.too_long",
     },
-    usual={"packing_strategy": ("bfd", "ffd")},
+    usual={
+        **training.TRAINER_USUAL,
+        "dataset_text_field": ("text",),
+        "packing_strategy": ("bfd", "ffd"),
+    },
     same=(
         *training.TRAINER_SAME,
         *LORA,
