@@ -21,13 +21,16 @@ from .base.launch_files import explain_missing
 from .commands import data, lab, model, recipes, show, train
 from .commands.options import RECIPES
 
+MAIN_FIRST = 5.0
+"""Seconds in which the main process prints an error of all ranks, and the launcher ends them."""
+
 
 class _Commands(TyperGroup):
     """For the shell's completion: a recipe may stand where a command stands."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         recipes = self.commands["train"].params[0].shell_complete(ctx, incomplete)
-        return [*super().shell_complete(ctx, incomplete), *recipes]
+        return super().shell_complete(ctx, incomplete) + recipes
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing and args[0].endswith(RECIPES):
@@ -97,10 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(with_command(words), prog_name="plugsft")
-    except PlugsftError as error:
-        _leave(error)
     except Exception as error:
-        refused = refusal_of(error)
+        refused = error if isinstance(error, PlugsftError) else refusal_of(error)
         if refused is None:
             raise
         _leave(refused)
@@ -133,7 +134,7 @@ def _leave(error: PlugsftError) -> None:
         # If the main process has the same error, it prints it, and the launcher ends this process.
         # If this process still runs after the wait, only this rank failed.
         with suppress(KeyboardInterrupt):  # a third Ctrl-C
-            time.sleep(5)
+            time.sleep(MAIN_FIRST)
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # on every rank, and printed by the main process
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):

@@ -76,6 +76,7 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, files: str) -> 
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{files}/{name}", os.O_WRONLY | os.O_CREAT), number)
     console.out.quiet = env.get("RANK", "0") != "0"
+    cli.MAIN_FIRST = 1.0  # no launcher ends the other ranks here: each of them waits this long
     if FORK_TRIALS in env:
         trials.run_process = run_fork
         # A fork uses this server: one of its own would import everything again.

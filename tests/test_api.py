@@ -336,6 +336,7 @@ def module(tmp_path, monkeypatch):
     del sys.modules["my_plugins"]
 
 
+@only_full
 def test_a_class_that_other_processes_need_is_in_a_module(tables, tmp_path, module, monkeypatch):
     monkeypatch.setattr(sources, "SLICE_ROWS", 1)
     plugsft.api.prepare(tables)

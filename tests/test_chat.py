@@ -262,7 +262,7 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
         while b"\n> " not in shown:
             assert select.select([parent], [], [], 60)[0], shown
             shown += os.read(parent, 4096)
-        # Again, as a person would: one that comes as the prompt is drawn is heard with a next key.
+        time.sleep(1)  # one that comes as the prompt is drawn is heard with a next key
         for _ in range(6):
             process.send_signal(signal.SIGINT)
             # Long enough to end: one that comes as Python itself goes away kills it.

@@ -69,6 +69,7 @@ TOO_SLOW = {
     "it with few",
     "sbatch recipes/launch/slurm.sbatch my.toml": "test_slurm.py has a Slurm and runs it with "
     "--full",
+    "plugsft launch my.toml --ranks 2": "test_many_machines.py launches so",
     "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
     "accelerate launch --config_file recipes/accelerate/gpu8.yaml --num_processes 2 "
     "-m plugsft my.toml": "plugsft launch runs the same line, but for the file",

@@ -11,7 +11,8 @@ import pytest
 from conftest import chats, run_plugsft, start_plugsft
 
 KILLS = 30 if os.environ.get("PLUGSFT_FULL") else 3
-TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 30, "learning_rate": 1e-3, "log_every": 30}
+STEPS = 30 if KILLS > 3 else 16
+TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": STEPS, "learning_rate": 1e-3, "log_every": 30}
 
 
 def preparing(run: Path) -> bool:
@@ -37,16 +38,15 @@ def test_the_rerun_after_a_kill_ends_with_the_same_weights(tiny, tmp_path):
     assert run_plugsft(recipe, f"output={whole}").returncode == 0
     expected = (whole / "model/model.safetensors").read_bytes()
     rng = random.Random(7)
-    moments = [preparing, training, saving]
+    # Seconds up to which a kill comes later. At once, a claim has no text yet: 30 s of patience.
+    moments = {preparing: 0.05, training: 0.4, saving: 0.02}
     hits = dict.fromkeys(moments, 0)
     for kill in range(KILLS):
-        run, moment = tmp_path / f"run-{kill}", moments[kill % 3]
+        run, moment = tmp_path / f"run-{kill}", [*moments][kill % 3]
         running = start_plugsft(recipe, f"output={run}")
-        delay = rng.uniform(0, 0.02 if moment is saving else 0.4)
         while not moment(run) and running.process.is_alive():
             time.sleep(0.0005)
-        if moment is not preparing:
-            time.sleep(delay)
+        time.sleep(rng.uniform(0.002, moments[moment]))
         hits[moment] += running.process.is_alive()
         with suppress(ProcessLookupError):  # it has ended
             os.kill(running.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from conftest import (
+    FULL,
     ROOT,
     chats,
     only_full,
@@ -51,8 +52,8 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
     in_yaml = tmp_path / "recipe.yaml"  # the same recipe in another format
     in_yaml.write_text(yaml.safe_dump(read(recipe)))
     words = (*config(name), "-m", "plugsft", in_yaml, f"output={run}")
-    # One kind is launched as a user does it; forks do for the others.
-    code, out, err = finish(launch(*words)) if name == "fsdp2" else run_launch(*words)
+    # As a user does it, which takes its time; by default forks do.
+    code, out, err = finish(launch(*words)) if FULL else run_launch(*words)
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
     record = json.loads((run / "run.json").read_text())
@@ -191,7 +192,8 @@ def alive(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("name", ["cpu2", "zero3"])
 def test_ranks_end_in_order_when_their_launcher_is_killed(tiny, tmp_path, name):
     recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 10_000, "log_every": 10_000})
     process = launch(*config(name), "-m", "plugsft", recipe)
@@ -221,6 +223,7 @@ def test_ranks_end_in_order_when_their_launcher_is_killed(tiny, tmp_path, name):
     process.communicate()
 
 
+@only_full
 @pytest.mark.slow
 def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
     """Nobody launched it: neither its shell's end nor, under nohup, a hangup stops it."""

@@ -89,7 +89,7 @@ def test_a_lost_machine_ends_the_others_and_the_rerun_is_exact(tiny, tmp_path, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=only_full)])
 def test_a_machine_lost_while_data_is_prepared_ends_the_others(tiny, tmp_path, monkeypatch, lost):
     activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
     nodes = start_nodes(tiny(plugins={"slow": {"folder": str(tmp_path)}}), ranks=1)

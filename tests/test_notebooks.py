@@ -86,6 +86,7 @@ def test_links_lead_somewhere_and_pages_lead_here(path):
         assert f"(notebooks/{path.name})" in (ROOT / "docs" / page).read_text("utf8")
 
 
+@only_full
 @pytest.mark.slow
 def test_the_model_of_own_chats_answers_them(execute, tmp_path):
     texts = execute("own_chats")

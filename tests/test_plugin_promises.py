@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from conftest import chats, read_metrics, run_plugsft, run_ranks, start_ranks
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, start_ranks
 from plugin_packages import activate, install
 
 TRAIN = {"steps": 4, "batch_size": 8, "micro_batch": 4}
@@ -167,7 +167,13 @@ DIFFERING = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERING)
+OFTEN = ("metrics", "order", "reduce", "exit")
+"""The others run with tools/test --full."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[only_full] * (name not in OFTEN)) for name in DIFFERING]
+)
 def test_ranks_that_differ_end_in_seconds_with_the_reason(recipe, name):
     body, message = DIFFERING[name]
     path, started = recipe(body), time.monotonic()

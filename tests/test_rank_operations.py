@@ -153,6 +153,9 @@ def test_an_error_names_both_operations_of_ranks_that_differ(told, name):
 HANGS = """
     import os
     import torch
+    from plugsft.ranks import failures
+
+    failures.GRACE = 2.0
 
     @plugin()
     class Hangs:

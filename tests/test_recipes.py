@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -60,6 +60,7 @@ def test_the_chat_format_of_tulu():
     assert asked == ["<|user|>\nHi\n<|assistant|>\n"]
 
 
+@only_full
 def test_the_recipe_for_a_t4_fits_in_15_gb(tmp_path):
     """The forecast is of Qwen3 8B's shape; the rows are packed to the capacity."""
     shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}

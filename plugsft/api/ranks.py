@@ -144,8 +144,7 @@ def _stop_with_parent() -> None:
 
 def _pickled(error: BaseException) -> bytes:
     """Return an error's bytes; add a traceback to unexpected errors."""
-    refused = refusal_of(error) if isinstance(error, OSError) else None
-    error = refused or error
+    error = refusal_of(error) or error
     trace = "".join(traceback.format_exception(error))
     if not isinstance(error, PlugsftError | KeyboardInterrupt):
         error.add_note(f"on rank {os.environ['RANK']}:\n{trace}")

@@ -148,7 +148,7 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"; did you mean '{names[close[0]]}'?" if close else ""
 
 
-def refusal_of(error: Exception) -> PlugsftError | None:
+def refusal_of(error: BaseException) -> PlugsftError | None:
     """Return an operating system's refusal, or a broken package, as an error of one line."""
     if any("importlib/metadata" in frame.filename for frame in extract_tb(error.__traceback__)):
         return _broken_package()

@@ -8,7 +8,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
+from conftest import bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
 from launching import TRAIN, config, curve
 from safetensors.torch import load_file
 from transformers import (
@@ -273,20 +273,17 @@ def test_what_cannot_compile_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=only_full)])
+@only_full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, ranks):
-    """Alone with padded rows; on two ranks with packed ones, and layers computed again.
-
-    By default all rows are alike: two programs, in place of five of ten seconds each.
-    """
+    """Alone with padded rows; on two ranks with packed ones, and layers computed again."""
     plugins, micro = {"compile": {}}, 2
     if ranks == 2:
         packing = {"bfd_packing": {"scope": "dataset"}, "gradient_checkpointing": {}}
         plugins, micro = {"compile": {"dynamic": False}, **packing}, 1
-    held_out = {"every": 2, "split": "train[:5]" if FULL else "train[:4]"}
+    held_out = {"every": 2, "split": "train[:5]"}
     train = TRAIN | {"steps": 4, "micro_batch": micro}
-    rows = chats(21) if FULL else chats(1) * 16
-    recipe = tiny(rows=rows, train=train, eval=held_out, plugins=plugins)
+    recipe = tiny(rows=chats(21), train=train, eval=held_out, plugins=plugins)
     plain, run = tmp_path / "plain", tmp_path / "compiled"
     alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
     assert alone.returncode == 0, alone.stderr

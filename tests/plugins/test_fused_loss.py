@@ -586,6 +586,7 @@ print("equal")
 """
 
 
+@only_full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",

@@ -7,7 +7,15 @@ import time
 
 import psutil
 import pytest
-from conftest import chats, run_plugsft, start_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    chats,
+    only_full,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 from plugin_packages import activate, install
 
 from plugsft import DataError, PluginError, testing
@@ -268,6 +276,7 @@ def long(tmp_path):
     return write_recipe(tmp_path / "long.toml", tables)
 
 
+@only_full
 def test_after_a_kill_no_worker_stays_and_finished_shards_serve(long, tmp_path):
     process = start_plugsft("prepare", long)
     eventually(lambda: list((tmp_path / "long").rglob("data-*.json")))

@@ -194,6 +194,7 @@ def wide(folder):
     return folder
 
 
+@only_full
 def test_a_head_that_takes_the_memory(tiny, tmp_path):
     made = run_plugsft("prepare", tiny())
     tokenizer = re.search(r"tokenizer: (/.*)\n", made.stdout)[1]

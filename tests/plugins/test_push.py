@@ -49,6 +49,7 @@ def ran(hub, folder, *words, token=TOKEN):
     return process.returncode, out
 
 
+@only_full
 def test_the_model_is_on_the_hub_with_the_figures_of_its_run(hub, tmp_path):
     hub.faults += [("PUT /store", "cut"), ("POST .*/commit", 503)]
     code, out = ran(hub, tmp_path, recipe_of(tmp_path))

@@ -329,7 +329,10 @@ def test_evaluations_leave_the_weights_as_they_are(base):
     assert torch.equal(gradients(model.train(), torch.bfloat16)[0], before)
 
 
-@pytest.mark.parametrize("kind, share", [(KIND, 0.3), (INT8, 0.52)], ids=["nf4", "int8"])
+@pytest.mark.parametrize(
+    "kind, share",
+    [pytest.param(KIND, 0.3, id="nf4"), pytest.param(INT8, 0.52, id="int8", marks=only_full)],
+)
 def test_the_base_takes_a_share_of_its_size_in_bfloat16(base, kind, share):
     """Measured: the memory of all tensors that loading leaves."""
     wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 512, "intermediate_size": 1536})

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import OFFLINE, ROOT, run_plugsft, run_ranks, tiny_tables, write_recipe
+from conftest import OFFLINE, ROOT, only_full, run_plugsft, run_ranks, tiny_tables, write_recipe
 from plugin_packages import activate, install
 
 from plugsft import RecipeError, testing
@@ -215,6 +215,7 @@ def test_mlflow_holds_all_and_goes_on(ran):
     assert states == ["FINISHED"]
 
 
+@only_full
 def test_samples_come_as_texts(tmp_path):
     samples = {"prompts": ["Who | <b>?", "How?"], "every": 2}
     recipe = recipe_of(tmp_path, plugins={"samples": samples}, checkpoint={"every": 2})
