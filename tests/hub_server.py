@@ -208,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         lines = [json.loads(line) for line in self.body.splitlines()]
         head, files = lines[0]["value"], dict(repo.files)
-        if head.get("parentCommit") not in (None, repo.head):
+        if head.get("parentCommit") != repo.head:
             self.answer(412, {"error": "A commit has happened since. Please refresh."})
             return
         for line in lines[1:]:

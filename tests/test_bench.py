@@ -363,6 +363,10 @@ def test_steps_are_compared_with_their_like():
     trials = [figures(dice, noise=0.0) for _ in range(5)]
     ratio = speed_ratio([*pairwise(trials)], 2)
     assert ratio.rounds == pytest.approx([1.0] * 4)  # whichever step was disturbed
+    # Steps of the warm-up count for nothing.
+    plain = trials[0]["seconds"]
+    slow = trials[0] | {"seconds": [one * (3 if n < 8 else 1) for n, one in enumerate(plain)]}
+    assert speed_ratio([(slow, trials[0])], 8).middle == 1
     # Twice the tokens in a step, in twice the time: as fast.
     double = {
         "tokens": [2 * count for count in trials[0]["tokens"]],

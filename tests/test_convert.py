@@ -1,6 +1,7 @@
 """plugsft convert: every key that configurations use is converted, or named with its reason."""
 
 import json
+import math
 import random
 import re
 import tomllib
@@ -327,6 +328,13 @@ def test_axolotls_saves_per_epoch_may_be_a_fraction(folder, times, every):
     settings = BASES["axolotl"] | {"num_epochs": 1, "max_steps": 10, "saves_per_epoch": times}
     made = converted("axolotl", settings, folder)
     assert made.lines["checkpoint.every"].value == every
+
+
+def test_a_part_of_an_epoch_is_rounded_up_as_the_trainer_does(folder):
+    data = write_jsonl(folder / "rows.jsonl", [{"messages": []}] * 7)
+    settings = BASES["axolotl"] | {"datasets": [{"path": str(data)}], "num_epochs": 1.3}
+    made = converted("axolotl", settings | {"micro_batch_size": 2}, folder)
+    assert made.lines["train.steps"].value == math.ceil(1.3 * 4)
 
 
 def test_no_value_becomes_a_line_of_its_own_and_secrets_stay_out(tmp_path, monkeypatch, capsys):

@@ -119,6 +119,8 @@ def test_a_merged_model_has_the_type_of_the_run_s_recipe(run, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "merged model in bfloat16: " in result.stdout
     assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
+    words = ("--merge", "--to", tmp_path / "float32", "--dtype", "float32")
+    assert "merged model in float32: " in run_plugsft("export", run, *words).stdout
     refused = run_plugsft("export", run, "--to", tmp_path / "copy", "--dtype", "bfloat16")
     assert refused.returncode == 2 and "--dtype is for merged weights" in refused.stderr
 
@@ -135,6 +137,22 @@ def test_a_copy_is_the_model(runs, tmp_path, capsys, name):
     for path in model.iterdir():
         same = (there / path.name).read_bytes() == path.read_bytes()
         assert same or path.name == "manifest.json"
+
+
+def test_a_copy_that_differs_from_the_model_is_refused(run, tmp_path, monkeypatch):
+    """As a disk that loses a bit makes it."""
+    copy = shutil.copytree
+
+    def loses_a_bit(source, target, **options):
+        copy(source, target, **options)
+        data = bytearray((target / "adapter_model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (target / "adapter_model.safetensors").write_bytes(data)
+
+    monkeypatch.setattr(shutil, "copytree", loses_a_bit)
+    with pytest.raises(PlugsftError, match=r"adapter_model\.safetensors: the copy differs"):
+        export(run, False, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_merge_that_is_wrong_leaves_nothing(run):

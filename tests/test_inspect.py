@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from hypothesis import strategies as st
 from plugin_packages import activate, install
 from rich.cells import cell_len
 from rich.console import Console
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 
 from plugsft import DataError, RecipeError
 from plugsft.api import PlugsftError
 from plugsft.audit import inspect_data as inspection_page
+from plugsft.audit.findings import special_tokens
 from plugsft.audit.rows import choose_ranges, histogram, quantiles
 from plugsft.audit.tokens import Piece, draw, make_visible
 from plugsft.commands import data as inspection
@@ -351,6 +355,14 @@ def test_special_tokens_among_the_words_are_a_warning(audited):
         "line 7: the text contains special tokens, such as '<|im_end|>', which the model reads as"
     )
     assert said in shown and shown.count("warning ") == 1 and not complaint
+
+
+def test_an_added_token_that_is_not_special_may_stand_in_words():
+    tokenizer = Tokenizer(WordLevel({"a": 0}, "a"))
+    tokenizer.add_tokens([AddedToken("<owl>"), AddedToken("<|end|>", special=True)])
+    work = SimpleNamespace(tokenizer=SimpleNamespace(backend_tokenizer=tokenizer))
+    pattern = special_tokens(work)
+    assert pattern.findall("an <owl><|end|>") == ["<|end|>"]
 
 
 def test_a_column_that_no_row_has_is_an_error(tiny):
