@@ -198,7 +198,9 @@ def _set_evaluation(c: Conversion) -> None:
     """Write the rows that are held out, and the steps between evaluations."""
     size, steps = c.read("val_set_size", 0.0), c.read("eval_steps", 0.0)
     never = c.get("evals_per_epoch") == 0 and not steps
-    if size <= 0 or never or not hold_out(c, "val_set_size", size):
+    if size > 0 and not never:
+        hold_out(c, "val_set_size", size)
+    if "eval.split" not in c.lines:
         return
     if steps:
         training.set_interval(c, "eval.every", steps, "eval_steps")

@@ -1,6 +1,5 @@
 """What another tool sets, on its way to a recipe: its keys, its sources, the tables of a tool."""
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,8 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from ...base.errors import RecipeError, reason_of
-from ...recipe.tables import short
+from ...base.errors import PlugsftError, RecipeError, reason_of
+from ...base.types import Rows
+from ...data.sources import open_source
+from ...recipe.tables import Source, short
 
 T = TypeVar("T", bool, int, float, str)
 UNKNOWN = "not known to plugsft convert; look for it in docs/other_tools.md"
@@ -48,6 +49,9 @@ class Line:
 
     value: Any
     comment: str
+
+
+NO_LINE = Line(None, "")
 
 
 @dataclass
@@ -127,7 +131,7 @@ class Conversion:
 
     def value(self, to: str) -> Any:
         """Return what a line of the recipe holds so far, or None."""
-        return self.lines[to].value if to in self.lines else None
+        return self.lines.get(to, NO_LINE).value
 
     def leave(self, key: str, reason: str) -> None:
         """Name a key that is not converted."""
@@ -260,18 +264,12 @@ def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
 
 
 @cache
-def count_rows(path: Path) -> int | None:
-    """Count the rows of a jsonl or json file that lies here."""
+def rows_of(name: str) -> Rows | None:
+    """Return the rows of a file that lies here."""
     try:
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text("utf8"))
-            return len(rows) if isinstance(rows, list) else None
-        if path.suffix == ".jsonl":
-            with path.open("rb") as lines:
-                return sum(1 for line in lines if line.strip())
-    except (OSError, ValueError, TypeError):
-        pass
-    return None
+        return (open_source(Source(source=name)) or None) if Path(name).is_file() else None
+    except (OSError, PlugsftError):
+        return None
 
 
 def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
@@ -280,13 +278,13 @@ def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
     if size < 1 and middle.is_integer() and middle < 100:
         rest = f"{middle:g}%"
     else:
-        known = count_rows(Path(path))
-        rows = max(1, round(known * size)) if known and size < 1 else size
+        known = rows_of(path)
+        rows = max(1, round(len(known) * size)) if known and size < 1 else size
         rest = "" if rows % 1 else f"-{rows:g}"
     return None if "[" in split or not rest else (f"{split}[:{rest}]", f"{split}[{rest}:]")
 
 
-def hold_out(c: Conversion, key: str, size: float) -> bool:
+def hold_out(c: Conversion, key: str, size: float) -> None:
     """Hold rows out for evaluations; name the key if that cannot be written."""
     source, split = c.value("data.source"), c.value("data.split") or "train"
     splits = split_off(split, size, source) if source else None
@@ -296,22 +294,6 @@ def hold_out(c: Conversion, key: str, size: float) -> bool:
             "no split can be written for it; use data.split and eval.split with slices, such as "
             '"train[:95%]" and "train[95%:]"',
         )
-        return False
+        return
     c.set("data.split", splits[0], key)
     c.set("eval.split", splits[1], key, comment=f"{c.tool} draws these rows at random")
-    return True
-
-
-def first_row(c: Conversion) -> dict[str, Any]:
-    """Return the first row of a source that is a jsonl or json file here, else nothing."""
-    sources = c.value("data.sources") or [{"source": c.value("data.source")}]
-    path = Path(str(sources[0]["source"]))
-    try:
-        if path.suffix == ".json":
-            row = json.loads(path.read_text("utf8"))[0]
-        else:
-            with path.open(encoding="utf8") as rows:
-                row = json.loads(next(rows, "{}"))
-    except (OSError, ValueError, LookupError):
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -17,7 +17,7 @@ from ...registry.load import resolve
 from ..overview import schema_text
 from ..starting_files import POINTER, SCHEMA, write_files
 from . import axolotl, llamafactory, trl
-from .conversion import Conversion, Tool, printable
+from .conversion import NO_LINE, Conversion, Tool, printable
 
 ORDER = ("model", "data", "eval", "train", "checkpoint", "plugins")
 """The tables of a recipe, in order."""
@@ -42,7 +42,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise RecipeError(
             f"{path}: has no settings; name a configuration of axolotl, LLaMA-Factory or TRL"
         )
-    return {str(key): value for key, value in settings.items()}
+    return settings
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
@@ -115,12 +115,12 @@ def _with_comments(c: Conversion, text: str) -> list[str]:
     """Return the lines of a recipe, each with the settings that it comes from."""
     lines, table = [], ""
     for line in text.strip().split("\n"):
-        if line.startswith("["):
-            table = line.strip("[]")
         name = line.partition(" = ")[0]
-        key = table if line.startswith("[") else f"{table}.{name}" if table else name
-        comment = printable(c.lines[key].comment) if key in c.lines else ""
-        lines.append(f"{line.ljust(32)} # {comment}" if comment else line)
+        if line.startswith("["):
+            table, name = line.strip("[]"), ""
+        key = ".".join(filter(None, (table, name)))
+        comment = printable(c.lines.get(key, NO_LINE).comment)
+        lines.append(f"{line.ljust(32)} # {comment}" if line and comment else line)
     return lines
 
 
@@ -185,6 +185,6 @@ def ensure_valid(c: Conversion, text: str) -> None:
         problems = []
         for problem in error.problems:
             key = problem.removeprefix(f"{c.path}: ").partition(":")[0]
-            origin = c.lines[key].comment if key in c.lines else ""
+            origin = c.lines.get(key, NO_LINE).comment
             problems.append(f"{problem} ({origin})" if origin else problem)
         raise RecipeError(problems) from error

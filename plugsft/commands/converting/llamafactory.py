@@ -6,7 +6,7 @@ from typing import Any
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import training
-from .conversion import CONFIG, Conversion, Copied, Tool, count_rows, hold_out, part, set_sources
+from .conversion import CONFIG, Conversion, Copied, Tool, hold_out, part, rows_of, set_sources
 
 INFO = "dataset_info.json"
 COLUMNS = {
@@ -138,8 +138,8 @@ def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> di
     hub = entry.get("hf_hub_url")
     place = str(hub or folder / entry.get("file_name", f"{name}.json"))
     split, limit = entry.get("split", "train"), c.read("max_samples", 0)
-    rows = None if hub else count_rows(Path(place))
-    if limit and (rows is None or rows > limit):
+    rows = None if hub else rows_of(place)
+    if limit and (rows is None or len(rows) > limit):
         split += f"[:{limit}]"
     return part(place, split)
 

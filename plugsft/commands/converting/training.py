@@ -9,7 +9,7 @@ from typing import get_args
 
 from ...base.console import format_count
 from ...recipe.tables import Schedule
-from .conversion import Conversion, Copied, count_rows
+from .conversion import Conversion, Copied, rows_of
 
 SHARED: Copied = {
     "trust_remote_code": ("model.trust_remote_code", bool),
@@ -50,6 +50,10 @@ IN_8_BITS = {
 }
 """Name in transformers -> kind of [plugins.low_memory_adam]."""
 OF_TORCH = ("sgd", "adagrad", "rmsprop")
+CHECKPOINTING = (
+    "fsdp_config.activation_checkpointing",
+    "fsdp_config.fsdp_activation_checkpointing",
+)
 AT_END = {"checkpoint.every": 0, "eval.every": 2**31 - 1}
 """Interval -> its value for once, at the end of the run."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -116,7 +120,7 @@ def set_packing(c: Conversion, capacity: int, *keys: str) -> None:
 
 def set_schedule(c: Conversion, key: str, default: str) -> None:
     """Write the schedule with its options, or name it if transformers alone has it."""
-    name, options = c.read(key, default), dict(c.get("lr_scheduler_kwargs", {}))
+    name, options = c.read(key, default), c.get("lr_scheduler_kwargs", {})
     if name not in get_args(Schedule):
         c.leave(key, "plugsft has no schedule of this name; use cosine, linear, ...")
         return
@@ -164,8 +168,8 @@ def epoch_steps(c: Conversion) -> int | None:
     """Return the steps of an epoch, if the rows can be counted here."""
     if packs(c) or c.value("data.split") not in (None, "train"):
         return None
-    rows = count_rows(Path(c.value("data.source") or ""))
-    return math.ceil(rows / c.value("train.batch_size")) if rows else None
+    rows = rows_of(c.value("data.source") or "")
+    return math.ceil(len(rows) / c.value("train.batch_size")) if rows else None
 
 
 def set_optimizer(c: Conversion, key: str) -> None:
@@ -297,8 +301,7 @@ def set_launcher(c: Conversion) -> None:
         key = c.first("deepspeed", "fsdp", "fsdp_config")
         c.leave(key, "quantized weights are not sharded; each GPU has them whole (ddp)")
         c.launcher = ""
-    for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
-        c.copy({f"fsdp_config.{key}": ("plugins.gradient_checkpointing", dict)})
+    c.copy(dict.fromkeys(CHECKPOINTING, ("plugins.gradient_checkpointing", dict)))
 
 
 def set_training(c: Conversion, rate: float) -> None:
@@ -344,8 +347,7 @@ def _set_evaluation(c: Conversion, every: float) -> None:
 def _set_push(c: Conversion) -> None:
     """Write the upload to the hub."""
     if c.read("push_to_hub", False):
-        folder = c.read("output_dir", "model").rstrip("/")
-        name = c.read("hub_model_id", folder.rpartition("/")[2])
+        name = c.read("hub_model_id", Path(c.read("output_dir", "model")).name)
         c.set("plugins.push.to", name, "push_to_hub", "hub_model_id")
         every = "model" if c.get("hub_strategy") == "end" else "checkpoint"
         c.set("plugins.push.every", every, "hub_strategy")

@@ -1,18 +1,15 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`."""
 
-from pathlib import Path
-
 from ...base.errors import RecipeError
 from . import training
 from .conversion import (
     Conversion,
     Copied,
     Tool,
-    count_rows,
-    first_row,
     hold_out,
     listed_parts,
     part,
+    rows_of,
     set_sources,
 )
 
@@ -93,7 +90,7 @@ def _hold_out(c: Conversion) -> None:
     size = "dataset_mixture.test_split_size"
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))
-    elif "data.source" in c.lines and count_rows(Path(c.value("data.source"))) is None:
+    elif "data.source" in c.lines and rows_of(c.value("data.source")) is None:
         c.set("eval.split", c.read("dataset_test_split", "test"), "dataset_test_split")
     else:
         c.leave(
@@ -122,7 +119,9 @@ def _set_texts(c: Conversion) -> None:
 
 
 def _set_trained_tokens(c: Conversion) -> None:
-    row = first_row(c)
+    sources = c.value("data.sources") or [{"source": c.value("data.source")}]
+    rows = rows_of(sources[0]["source"])
+    row = (rows and rows.read(0, 1)[0]) or {}  # unknown, where no file lies here
     completion, pairs = c.get("completion_only_loss"), {"prompt", "completion"} <= row.keys()
     if c.read("assistant_only_loss", False):
         c.set("data.train_on", "assistant", "assistant_only_loss")
