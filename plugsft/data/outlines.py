@@ -15,7 +15,7 @@ and compared.
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..base.types import Row, Span
@@ -85,8 +85,8 @@ class Outlines:
         if not _is_plain(chat, own):
             return self.render(chat)
         places = [self._split(chat, *pair) for pair in zip(chat.messages, own, strict=True)]
-        words = [text for text, _ in places]
-        outline = self._outline(chat, words, [around for _, around in places])
+        words, around = map(list, zip(*places, strict=True))
+        outline = self._outline(chat, words, around)
         if outline is None or outline.whole.format(*words) != self.write(chat.messages):
             return self.render(chat)
         rendered = outline.fill(words)
@@ -100,6 +100,8 @@ class Outlines:
 
     def _split(self, chat: Conversation, message: Row, own: str) -> tuple[str, str]:
         """Return a message's words, with white space that is of them, and the rest around {}."""
+        if own == message["content"]:
+            return own, "{}"
         around = message["content"].replace(own, "{}", 1)
         if around not in self.spaces:
             fits = [kept for kept in (around, "{}") if self._is_filled(chat, around, kept)]
@@ -119,13 +121,12 @@ class Outlines:
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
             self.searched.discard(text)
-            one, end = _outlined(text), _outlined(text).strip()
+            one = _outlined(text)
+            end = one.strip()
             form = f"{end} a{one}{{}}{one}a {end}".strip()
             if TAG_SIGNS.search(text) or not self._is_filled(chat, form, form):
                 self.harmful.add(text)
-        if any(text in everything for text in self.harmful):
-            return None
-        return self.known[shape]
+        return None if any(map(everything.__contains__, self.harmful)) else self.known[shape]
 
     def _make(self, chat: Conversation, around: list[str]) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
@@ -134,9 +135,8 @@ class Outlines:
             {**message, "content": form.format(place)}
             for message, form, place in zip(chat.messages, around, places, strict=True)
         ]
-        sample = Conversation(messages, flags=chat.flags, num_prompt=chat.num_prompt)
         try:
-            rendered = self.render(sample, self.turns)
+            rendered = self.render(replace(chat, messages=messages), self.turns)
         except BadRow:
             return None
         texts = []
@@ -165,9 +165,8 @@ class Outlines:
 
 
 def _is_plain(chat: Conversation, words: list[str]) -> bool:
-    if chat.tools is not None or chat.variables:
-        return False
-    return all(words) and all(len(message) == 2 for message in chat.messages)
+    bare = chat.tools is None and not chat.variables
+    return bare and all(words) and all(len(message) == 2 for message in chat.messages)
 
 
 def _outlined(text: str) -> str:
