@@ -228,8 +228,10 @@ def test_chat_uses_the_base_that_was_trained(run):
     assert answer.returncode == 0, answer.stderr
     model, _ = load_for_chat(run / "model")
     expected = trained(run, torch.bfloat16)
-    # Measured: 5e-3 in bfloat16. With adapters that are rounded to bfloat16, too, it was 1.1e-2.
-    assert float((logits(model) - expected).abs().max() / expected.abs().max()) < 8e-3
+    adapters = {one.dtype for name, one in model.named_parameters() if "lora_" in name}
+    assert adapters == {torch.float32}
+    # Measured: 4e-3 and 6e-3 in bfloat16, on two processors. The plain base is 3e-2 off.
+    assert float((logits(model) - expected).norm() / expected.norm()) < 1.2e-2
 
 
 def test_checkpoints_hold_adapters_only(run):
