@@ -171,6 +171,9 @@ def test_turns_without_words():
         for nothing in ({"content": ""}, {"content": None}, {}):
             row = {"messages": [{"role": role, **nothing}]}
             assert reason(row) == f"an empty turn of the {role}"
+    for role in ("system", "user", "tool"):
+        misspelt = reason({"messages": [{"role": role, "contnet": "x"}, ASK, TELL]})
+        assert misspelt == "no 'content': the turn has contnet, role"
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert messages({"messages": [ASK, called]}) == [
         ASK,

@@ -27,6 +27,8 @@ SPEAKERS = {
 """Speakers of ShareGPT -> roles."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
+WITHOUT_WORDS = {"role", "name", "tool_call_id"}
+"""Keys of a message that may come without content: a column may be null."""
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
 _CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
@@ -66,9 +68,13 @@ def read_turns(turns: list[Any]) -> Conversation:
     """Read turns; plain turns, which are the most frequent, are not copied."""
     try:
         for turn in turns:
-            if len(turn) != 2 or turn["role"] not in ROLES or type(turn["content"]) is not str:
-                break
-            if not turn["content"]:
+            content = turn["content"]
+            if (
+                len(turn) != 2
+                or turn["role"] not in ROLES
+                or type(content) is not str
+                or not content
+            ):
                 break
         else:
             return Conversation(turns)
@@ -78,7 +84,7 @@ def read_turns(turns: list[Any]) -> Conversation:
     for number, turn in enumerate(turns):
         message = _message(turn)
         chat.messages.append(message)
-        chat.has_calls |= bool(message.get("tool_calls"))
+        chat.has_calls |= "tool_calls" in message
         if (flag := _training_flag(message)) is not None:
             chat.flags[number] = flag
     return chat
@@ -136,6 +142,7 @@ def _message(turn: Any) -> Row:
         message = _from_sharegpt(turn)
     if not isinstance(message, dict) or "role" not in message:
         raise BadRow("a turn has no role")
+    has_content = "content" in message
     # As in transformers: tables give every message the fields of all messages.
     message = {key: item for key, item in message.items() if item not in (None, [])}
     role, content = message.get("role"), message.get("content")
@@ -147,6 +154,8 @@ def _message(turn: Any) -> Row:
         raise BadRow(f"a turn of the {role} is not text")
     if message.get("tool_calls"):
         _check_calls(message["tool_calls"])
+    elif not has_content and {*message} - WITHOUT_WORDS:
+        value_of(message, "content", "turn")  # a misspelt one would be lost
     elif not content and role in ("user", "assistant"):
         raise BadRow(f"an empty turn of the {role}")
     elif content is None:
@@ -157,12 +166,12 @@ def _message(turn: Any) -> Row:
 def _from_sharegpt(turn: Row) -> Row:
     speaker, value = turn["from"], turn.get("value")
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    role = SPEAKERS.get(str(speaker), speaker)
     if speaker in ("function_call", "tool_call"):
         calls = parse_value(value, "a function call")
         calls = calls if isinstance(calls, list) else [calls]
         functions = [{"type": "function", "function": call} for call in calls]
-        return {"role": role, "content": None, "tool_calls": functions, **rest}
+        return {"role": role, "tool_calls": functions, **rest}
     return {"role": role, "content": value, **rest}
 
 
@@ -183,18 +192,14 @@ def _check_calls(calls: Any) -> None:
 
 def parse_arguments(arguments: Any) -> Any:
     """Return arguments as an object; as they are if they are none."""
-    if not isinstance(arguments, str):
-        return arguments
     try:
-        return parse_json(arguments)
-    except ValueError:
+        return parse_value(arguments, "")
+    except BadRow:
         return arguments
 
 
-def _as_json(arguments: Any) -> Any:
-    if isinstance(arguments, str | None):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False)
+def _as_json(value: Any) -> Any:
+    return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)
 
 
 def _training_flag(message: Row) -> bool | None:
@@ -265,7 +270,7 @@ def read_weight(row: Row) -> float:
 
 def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
     """Return the text of a column."""
-    value = _value(row, column)
+    value = value_of(row, column)
     if not isinstance(value, str):
         raise BadRow(f"'{column}' is not text")
     if not value and not allow_empty:
@@ -275,8 +280,8 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
 
 def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
-    pairs = isinstance(history, list) and all(isinstance(pair, list) for pair in history)
-    if not pairs or any(len(pair) != 2 for pair in history):
+    pairs = history if isinstance(history, list) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadRow("'history' is not a list of pairs")
     for pair in history:
         yield {"role": "user", "content": pair[0]}
@@ -293,23 +298,24 @@ def _system(row: Row) -> list[Row]:
 
 
 def _tools(value: Any) -> list[Row] | None:
-    tools = parse_value(value, "'tools'") if value and isinstance(value, str) else value
+    tools = parse_value(value or None, "'tools'")
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("'tools' is not a list of tools")
     return tools or None
 
 
-def _value(row: Row, column: str) -> Any:
+def value_of(row: Row, column: str, what: str = "row") -> Any:
+    """Return the value of a column, or of a key of a turn; refuse one that is missing or null."""
     if column not in row:
         others = ", ".join(sorted(row)[:8]) or "no columns"
-        raise BadRow(f"no '{column}': the row has {others}")
+        raise BadRow(f"no '{column}': the {what} has {others}")
     if row[column] is None:
         raise BadRow(f"'{column}' is null")
     return row[column]
 
 
 def _turns(row: Row, column: str) -> list[Any]:
-    turns = _value(row, column)
+    turns = value_of(row, column)
     if not isinstance(turns, list) or not turns:
         raise BadRow(f"'{column}' is not a list of turns, or is empty")
     return turns

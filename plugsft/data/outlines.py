@@ -104,8 +104,8 @@ class Outlines:
             return own, "{}"
         around = message["content"].replace(own, "{}", 1)
         if around not in self.spaces:
-            fits = [kept for kept in (around, "{}") if self._is_filled(chat, around, kept)]
-            self.spaces[around] = (fits[0], "{}") if fits else ("{}", around)
+            kinds = ((kept, "{}") for kept in (around, "{}") if self._is_filled(chat, around, kept))
+            self.spaces[around] = next(kinds, ("{}", around))
         kept, rest = self.spaces[around]
         return kept.format(own), rest
 
@@ -165,8 +165,12 @@ class Outlines:
 
 
 def _is_plain(chat: Conversation, words: list[str]) -> bool:
-    bare = chat.tools is None and not chat.variables
-    return bare and all(words) and all(len(message) == 2 for message in chat.messages)
+    return (
+        chat.tools is None
+        and not chat.variables
+        and all(words)
+        and all(len(message) == 2 for message in chat.messages)
+    )
 
 
 def _outlined(text: str) -> str:

@@ -7,7 +7,7 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, read_weight
+from .formats import BadRow, read_weight, value_of
 from .render import READERS, lead_row, render_as
 from .turns import common_prefix
 
@@ -73,10 +73,9 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
 
 def split_pair(row: Row) -> list[Row]:
     """Return a row as two rows with prompt and completion; raise BadRow if it is not a pair."""
+    present = {name: value for name, value in row.items() if value is not None}
     for name in ANSWERS:
-        if row.get(name) is None:
-            present = ", ".join(sorted(key for key, value in row.items() if value is not None))
-            raise BadRow(f"no '{name}': the row has {present or 'no columns'}")
+        value_of(present, name)
     prompt: Any = row.get("prompt")
     answers: list[Any] = [[row[a]] if isinstance(row[a], dict) else row[a] for a in ANSWERS]
     types = {type(answer) for answer in answers}
