@@ -174,6 +174,8 @@ def test_turns_without_words():
     for role in ("system", "user", "tool"):
         misspelt = reason({"messages": [{"role": role, "contnet": "x"}, ASK, TELL]})
         assert misspelt == "no 'content': the turn has contnet, role"
+    shared = {"conversations": [{"from": "system", "vlaue": "x"}, ASK, TELL]}
+    assert reason(shared, "conversations") == "no 'content': the turn has role, vlaue"
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert messages({"messages": [ASK, called]}) == [
         ASK,

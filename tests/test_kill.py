@@ -11,8 +11,7 @@ import pytest
 from conftest import chats, run_plugsft, start_plugsft
 
 KILLS = 30 if os.environ.get("PLUGSFT_FULL") else 3
-STEPS = 30 if KILLS > 3 else 16
-TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": STEPS, "learning_rate": 1e-3, "log_every": 30}
+TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 30, "learning_rate": 1e-3, "log_every": 30}
 
 
 def preparing(run: Path) -> bool:

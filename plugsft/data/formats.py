@@ -68,12 +68,11 @@ def read_turns(turns: list[Any]) -> Conversation:
     """Read turns; plain turns, which are the most frequent, are not copied."""
     try:
         for turn in turns:
-            content = turn["content"]
             if (
                 len(turn) != 2
                 or turn["role"] not in ROLES
-                or type(content) is not str
-                or not content
+                or type(turn["content"]) is not str
+                or not turn["content"]
             ):
                 break
         else:
@@ -164,15 +163,16 @@ def _message(turn: Any) -> Row:
 
 
 def _from_sharegpt(turn: Row) -> Row:
-    speaker, value = turn["from"], turn.get("value")
-    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    speaker = turn["from"]
+    names = {"value": "content"}
+    rest = {names.get(key, key): item for key, item in turn.items() if key != "from"}
     role = SPEAKERS.get(str(speaker), speaker)
     if speaker in ("function_call", "tool_call"):
-        calls = parse_value(value, "a function call")
+        calls = parse_value(turn.get("value"), "a function call")
         calls = calls if isinstance(calls, list) else [calls]
         functions = [{"type": "function", "function": call} for call in calls]
-        return {"role": role, "tool_calls": functions, **rest}
-    return {"role": role, "content": value, **rest}
+        return {**rest, "role": role, "content": None, "tool_calls": functions}
+    return {**rest, "role": role}
 
 
 def _part_text(part: Any, role: str) -> str:
@@ -209,7 +209,7 @@ def _training_flag(message: Row) -> bool | None:
         raise BadRow(f"'train' of a turn is {train!r}, and should be true or false")
     if weight not in (None, 0, 1):
         raise BadRow(f"'weight' of a turn is {weight!r}, and should be 0 or 1")
-    flags = [bool(flag) for flag in (train, weight) if flag is not None]
+    flags = [flag for flag in (train, weight) if flag is not None]
     return all(flags) if flags else None
 
 

@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 import torch
+from adapters import adapt
 from conftest import (
     chats,
     only_full,
@@ -16,7 +17,6 @@ from conftest import (
     write_recipe,
 )
 from launching import config, curve
-from test_lora import adapt
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

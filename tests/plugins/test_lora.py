@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from adapters import adapt, shake
 from conftest import (
     chats,
     only_full,
@@ -55,29 +56,6 @@ def base(tmp_path):
         return tmp_path / "base"
 
     return make
-
-
-def adapt(folder, dtype=torch.float32, empty=False, load=None, **options):
-    """Load a model as a run does."""
-    plugin, load = Lora(**options), load or Load(str(folder), {"dtype": dtype}, empty)
-    plugin.dtype = str(dtype).removeprefix("torch.")
-    wrapper = plugin.optimize_model(load)
-    next(wrapper)
-    with pytest.raises(StopIteration) as ended:
-        wrapper.send(load.build())
-    return ended.value.value, plugin
-
-
-def shake(*models):
-    """Move what is trained, in all models alike, so that adapters say something."""
-    named = [dict(model.named_parameters()) for model in models]
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, one in named[0].items():
-            if one.requires_grad:
-                new = one + torch.randn(one.shape) * 0.05
-                for others in named:
-                    others[name].copy_(new)
 
 
 def gradients(model):

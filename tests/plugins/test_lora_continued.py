@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 import torch
+from adapters import adapt, shake
 from conftest import (
     chats,
     only_full,
@@ -19,7 +20,7 @@ from launching import config, curve
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_dpo_reference import pairs
-from test_lora import IDS, adapt, base, gradients, shake  # noqa: F401  # a fixture
+from test_lora import IDS, base, gradients  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from plugsft import RecipeError

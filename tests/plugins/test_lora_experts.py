@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 import torch
+from adapters import adapt, shake
 from conftest import only_full, run_launch, run_plugsft
 from families import tiny_config
 from launching import config, curve
@@ -16,8 +17,6 @@ from plugsft import RecipeError
 from plugsft.base.errors import PlugsftError
 from plugsft.base.machine import look
 from plugsft.export.export import load_adapters
-from plugsft.model.load import Load
-from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
@@ -30,29 +29,6 @@ WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
 def whole(case):
     """Mark a case that only the full tests run."""
     return pytest.param(case, marks=only_full)
-
-
-def adapt(folder, dtype=torch.float32, **options):
-    """Load a model as a run does; return it and the plugin."""
-    plugin, load = Lora(**options), Load(str(folder), {"dtype": dtype})
-    plugin.dtype = str(dtype).removeprefix("torch.")
-    wrapper = plugin.optimize_model(load)
-    next(wrapper)
-    with pytest.raises(StopIteration) as ended:
-        wrapper.send(load.build())
-    return ended.value.value, plugin
-
-
-def shake(*models):
-    """Move all trained weights, alike in all models."""
-    named = [dict(model.named_parameters()) for model in models]
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, weight in named[0].items():
-            if weight.requires_grad:
-                change = torch.randn(weight.shape) * 0.05
-                for weights in named:
-                    weights[name].add_(change)
 
 
 def gradients(model):

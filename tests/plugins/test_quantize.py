@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import shake
 from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
 from restored_base import NF4, restored
@@ -97,18 +98,6 @@ def adapt(folder, quantize=(), dtype="float32", **lora):
     load = Load(str(folder), {"dtype": torch.float32})
     model = active.hooks.optimize_model(load=load)
     return model.train(), active.plugins.get("quantize")
-
-
-def shake(*models):
-    """Move what is trained, in all models alike, so that adapters say something."""
-    named = [dict(model.named_parameters()) for model in models]
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, weight in named[0].items():
-            if weight.requires_grad:
-                moved = weight + (torch.randn(weight.shape) * 0.05).to(weight.device)
-                for others in named:
-                    others[name].copy_(moved)
 
 
 def gradients(model, dtype=torch.float32):
