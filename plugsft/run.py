@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, set_seed
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .base.atomic import step_folder
+from .base.atomic import damage, step_folder
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import format_count, say
@@ -37,7 +37,7 @@ from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries
 from .ranks.load_batches import BatchLoader, GlobalBatch, explain_out_of_memory_in_loading
 from .ranks.param_groups import ensure_uses_settings
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
+from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
 from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
@@ -114,8 +114,13 @@ class OpenRun:
         self.tokens = add_columns(tokens=data.tokens)
         self.evaluation_tokens: Any = data.evaluation and add_columns(tokens=data.evaluation)
         self.plan, self.schedule = self._plan_steps()
+        # What a resume must find again: a checkpoint has neither rows nor frozen weights.
+        inputs = {
+            "the data, its options or the tokenizer": self.tokens.facts["index"],
+            "the weights in the model's files": self._files,
+        }
         self.checkpoints = Checkpoints(
-            recipe, active, self.tokens, self.accelerator, self.train_state, self.plan.steps
+            recipe, active, self.accelerator, self.train_state, self.plan.steps, inputs
         )
 
     @property
@@ -301,6 +306,7 @@ class OpenRun:
                 ensure_saveable(model)
                 model.train()
                 facts = model_facts(model, self.load)
+                self._files = facts[MODEL_FILES]
             ensure_alike(accelerator, facts, SAME_INPUTS)
             return shard_model(accelerator, self.load, model, make_optimizer)
 
@@ -335,7 +341,8 @@ def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
         make_scratch_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
 
     folder = recipe.folder / "scratch" / f"model-{digest(key)}"
-    once(folder, fill=fill)
+    # Its checksums are compared: a resume with frozen weights reads them again.
+    once(folder, lambda made: damage(made) is None, fill=fill)
     return folder
 
 

@@ -189,7 +189,6 @@ FACTORY = {
             "lora_alpha": 32,
             "lora_target": "q_proj,v_proj",
             "pref_beta": 0.2,
-            "pref_ftx": 0.5,
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 3,
             "num_train_epochs": 1.0,

@@ -5,7 +5,6 @@ import os
 import signal
 import statistics
 import time
-from types import SimpleNamespace
 
 import optimizers
 import torch
@@ -160,11 +159,10 @@ def save_both_ways(name, accelerator, recipe, active):
         accelerator, Load(""), LlamaForCausalLM(config), optimizers.ALL["AdamW"]
     )
     state = train_state_of(accelerator, model, optimizer)
-    tokens = SimpleNamespace(facts={"index": "tokens"})
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"keep": 1})}
     )
-    checkpoints = Checkpoints(recipe, active, tokens, accelerator, state, 100)
+    checkpoints = Checkpoints(recipe, active, accelerator, state, 100, {})
     ids = torch.arange(64).view(1, 64)
     waits, stalls, step = [], [], 0
 

@@ -23,11 +23,11 @@ from plugsft.lab.timing import (
     SLOWER,
     UNKNOWN,
     Bench,
+    Ratio,
     head,
     in_rounds,
     speed_ratio,
     spread,
-    times_as_fast,
 )
 from plugsft.registry.load import load
 
@@ -190,6 +190,10 @@ REAL = [
     1.47,
     1.13,
 ]
+
+
+def times_as_fast(one, other):
+    return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
 
 
 def share(word, more=1.0, quiet=1.0, count=4_000):

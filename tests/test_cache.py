@@ -304,6 +304,13 @@ def test_gc_removes_what_was_not_used_for_long(recipe, home):
     last = done.stdout.splitlines()[2]
     assert last.startswith(f"{home}: removed 2, ") and "; 2 entries left, " in last
     assert "; 2 entries left" in cache("gc").stdout
+    # An entry with a file of the user's stays, and the others are removed.
+    (entries[0] / "notes.txt").touch()
+    done = cache("gc", "--keep-days", "0").stdout
+    assert (
+        f"left     {entries[0].name} " in done and f"did not write {entries[0]}/notes.txt" in done
+    )
+    assert [*home.iterdir()] == [entries[0]]
 
 
 def test_gc_leaves_what_a_run_uses(recipe, home):

@@ -228,6 +228,8 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
 def test_slices_of_one_source_that_overlap_are_named(tiny, check, trained, held, overlap):
     path = tiny(data={"split": trained}, eval={"source": "./data.jsonl", "split": held})
     path.write_text(path.read_text().replace("./data.jsonl", f"{path.parent}/./data.jsonl"))
+    (path.parent / "linked.jsonl").symlink_to(path.parent / "data.jsonl")
+    assert bool(check(path, f"eval.source={path.parent}/linked.jsonl").warn) == overlap
     found = check(path)
     assert [line for line in found.warn if "rows that are trained on" in line] == found.warn
     assert bool(found.warn) == overlap and not found.problems

@@ -2,9 +2,11 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
-from conftest import run_plugsft
+from conftest import ROOT, run_plugsft
 from rich.console import Console
 
 from plugsft.base import console
@@ -33,6 +35,11 @@ def test_other_ranks_are_silent_but_for_errors(monkeypatch, capsys):
     console.print_error("this")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "this\n")
+
+
+def test_a_closed_output_is_no_mistake(tiny):
+    command = f"{sys.executable} -P -m plugsft check {tiny()} >&-"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT).returncode == 0
 
 
 def test_no_bar_without_a_terminal(capsys):

@@ -36,7 +36,6 @@ TOGETHER = {
     "quantization_": LORA,
     "peft_": LORA,
     "pissa": LORA,
-    "rl_beta": DPO,
     "orpo_alpha": {"rl": "orpo"},
     "kto_": {"rl": "kto"},
     "pref_": DPO,

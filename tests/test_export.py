@@ -191,7 +191,11 @@ def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
         (["{none}", "--merge"], "no such folder"),
         (["{run}/run.json", "--merge"], "is a file"),
         (["{run}", "--to", "{run}/checkpoints"], "exists already"),
-        (["{run}", "--to", "{run}/model/inside"], "inside the model's own folder"),
+        (
+            ["{run}", "--to", "{run}/model/inside"],
+            "or a model's own folder; name another with --to",
+        ),
+        (["{run}/checkpoints/step-000004", "--merge"], "is inside a checkpoint's or a model's own"),
         (["{whole}", "--merge"], "is a whole model without adapters; remove --merge"),
         (["{run}/scratch", "--to", "{none}"], "holds no model"),
     ],

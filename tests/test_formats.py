@@ -95,6 +95,25 @@ def test_alpaca():
     assert reason({**row, "history": ["who?"]}, "alpaca") == "'history' is not a list of pairs"
 
 
+@pytest.mark.parametrize("key", ["wieght", "trian", "tool_call"])
+def test_a_misspelt_key_of_a_turn_is_named(key):
+    meant = {"wieght": "weight", "trian": "train"}.get(key, "tool_calls")
+    says = f"a turn has '{key}', which nothing reads; did you mean '{meant}'?"
+    assert reason({"messages": [ASK, {**TELL, key: 0}]}) == says
+    # A table gives each turn the keys of all; templates may read keys of their own.
+    row = {"messages": [ASK, {**TELL, key: None, "images": 1, "id": "7"}]}
+    assert read_chat("messages", row).messages
+
+
+@pytest.mark.parametrize("arguments", [None, "", '{"a":', "5", [1]])
+def test_arguments_that_are_no_object_are_refused(arguments):
+    for given in ({"arguments": arguments}, {"argments": {}}):
+        call = {"function": {"name": "look_up"} | given}
+        row = {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]}
+        says = f"'arguments' of a call should be an object, or its JSON: {call}"
+        assert reason(row) == says
+
+
 def test_parts_of_content_are_joined():
     parts = [{"type": "text", "text": "ow"}, {"type": "text", "text": "ls"}]
     assert messages({"messages": [ASK, {"role": "assistant", "content": parts}]}) == [ASK, TELL]
@@ -173,7 +192,9 @@ def test_turns_without_words():
             assert reason(row) == f"an empty turn of the {role}"
     for role in ("system", "user", "tool"):
         misspelt = reason({"messages": [{"role": role, "contnet": "x"}, ASK, TELL]})
-        assert misspelt == "no 'content': the turn has contnet, role"
+        assert misspelt == "a turn has 'contnet', which nothing reads; did you mean 'content'?"
+        other = reason({"messages": [{"role": role, "words": "x"}, ASK, TELL]})
+        assert other == "no 'content': the turn has role, words"
     shared = {"conversations": [{"from": "system", "vlaue": "x"}, ASK, TELL]}
     assert reason(shared, "conversations") == "no 'content': the turn has role, vlaue"
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}

@@ -255,19 +255,6 @@ def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):
         assert line == "error: model.path: runs/none/model: no such file or folder"
 
 
-def test_a_missing_model_names_the_recipe_that_makes_it(tmp_path):
-    write_recipe(tmp_path / "broken.toml", {}).write_text("output = [")
-    first = write_recipe(tmp_path / "first.toml", tiny_tables(tmp_path) | {"output": "runs/first"})
-    tables = tiny_tables(tmp_path) | {"model": {"path": "runs/first/model"}}
-    path = write_recipe(tmp_path / "second.toml", tables)
-    result = run_plugsft(path, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == (
-        "error: model.path: runs/first/model: no such file or folder; it is made by: "
-        f"plugsft {first}\n"
-    )
-
-
 def test_where_relative_paths_begin_is_said_where_it_matters(tmp_path, monkeypatch):
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     tables = tiny_tables(home)

@@ -169,7 +169,7 @@ def test_long_rows_are_cut_dropped_or_refused(run):
 def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(run, capsys):
     _, tokens, _ = run([GOOD, LATE])
     assert tokens.rows.tolist() == [0] and tokens.facts["truncated"]["count"] == 0
-    reason = "examples without a trained token within data.max_length; left out"
+    reason = "no trained token, or two equal answers, within data.max_length; left out"
     assert not tokens.facts["bad_rows"]
     assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
     assert "0 bad rows" in prepare.summarize(tokens.facts, "prepared")

@@ -360,6 +360,13 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     assert problems(tmp_path) == [f"{tmp_path}: cannot be read (is a directory)"]
 
 
+def test_the_mark_that_editors_of_windows_write_first_is_no_mistake(tiny):
+    path = tiny()
+    tables = read(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read(path) == tables
+
+
 def test_numbers_too_long_to_print_are_still_a_line(tiny):
     path = tiny()
     path.write_text(path.read_text().replace("batch_size = 8", "batch_size = 0x" + "f" * 9000))

@@ -68,7 +68,7 @@ def foreign(tmp_path, monkeypatch):
             strange(run / "model", marker, base if name == "adapters" else None)
         with publish(run / "checkpoints/step-000001") as building:
             (building / "state.json").write_text(
-                json.dumps({"format": 3, "step": 1, "recipe": {}, "plugins": {}, "data": ""})
+                json.dumps({"format": 4, "step": 1, "recipe": {}, "plugins": {}, "inputs": {}})
             )
             save_file({"model/a": zeros(1)}, building / "rank-00000-000.safetensors")
     return runs, mine, marker

@@ -76,8 +76,7 @@ class Run:
         self.accelerator = accelerator
         self.identity = partial(keys_affecting_results, recipe, active)
         self.held = train_state_of(accelerator, self.model, self.optimizer)
-        tokens = SimpleNamespace(facts={"index": "tokens"})
-        self.checkpoints = Checkpoints(recipe, active, tokens, accelerator, self.held, 100)
+        self.checkpoints = Checkpoints(recipe, active, accelerator, self.held, 100, {})
 
     def train(self, steps):
         for step in steps:

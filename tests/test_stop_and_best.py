@@ -405,9 +405,12 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
     assert done.returncode == 0 and last in done.stdout, done.stderr
     done = run_plugsft(recipe, "plugins.told.values=[1.0,2.0,3.0]", "--overwrite")
     assert "at step 1; model/ has its weights" in done.stdout
-    shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000003")
-    done = run_plugsft(recipe, "plugins.told.values=[1.0,2.0,3.0]", "--resume")
+    words = ("plugins.told.values=[1.0,2.0,3.0]", "--resume")
+    other = run_plugsft(recipe, *words, "checkpoint.best=highest")
+    assert "checkpoint.best was 'lowest' and is 'highest'" in other.stderr
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
+    done = run_plugsft(recipe, *words)
     assert done.returncode == 0, done.stderr
     assert "warning: the best checkpoint so far," in done.stdout
     assert "step-000001, is missing; model/ will be the best of the steps from here" in done.stdout

@@ -91,7 +91,7 @@ def hide_query(address: str) -> str:
 
 def is_terminal() -> bool:
     """Tell whether the output is a terminal that this process may write to."""
-    return sys.stdout.isatty() and not out.quiet
+    return sys.stdout is not None and sys.stdout.isatty() and not out.quiet
 
 
 def format_count(number: int, word: str) -> str:

@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
         raw = file.read(min(size, MAX_BYTES) + 1)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return raw.decode()
+    return raw.decode("utf-8-sig")  # editors of Windows write a mark first
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Entries of the cache: list and remove them."""
 
 import fcntl
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,8 @@ from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, build_folders, claim
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
-from ..base.errors import DataError, reason_of
+from ..base.errors import DataError, DiskError, reason_of
+from ..base.limits import read_json_object
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -76,7 +76,11 @@ def gc(folder: Path | None, keep_days: float | None) -> None:
         if _is_open(entry.folder):
             say(f"in use   {name}  {size}")
             continue
-        discard(entry.folder)
+        try:
+            discard(entry.folder)
+        except DiskError as error:
+            say(f"left     {name}  {size}  {error}")
+            continue
         say(f"removed  {name}  {size}  not used for {keep_days:g} days, from {entry.sources}")
         removed, freed = removed + 1, freed + entry.size
     for name, length in _remove_unfinished(home):
@@ -114,8 +118,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     """Return the facts that an entry of tokens, or of a plugin, records."""
     if (path / "index.arrow").exists():
         return Tokens(path).facts
-    facts: dict[str, Any] = json.loads((path / "facts.json").read_text())
-    return facts
+    return read_json_object(path / "facts.json")
 
 
 def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
 WITHOUT_WORDS = {"role", "name", "tool_call_id"}
 """Keys of a message that may come without content: a column may be null."""
+KEYS = ("content", "tool_calls", "train", "weight")
+"""Other keys of a message; templates may read more."""
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
 _CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
@@ -151,6 +155,9 @@ def _message(turn: Any) -> Row:
         content = message["content"] = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str | None):
         raise BadRow(f"a turn of the {role} is not text")
+    for key in message.keys() - {*WITHOUT_WORDS, *REASONING, *KEYS}:
+        if meant := _meant(key):
+            raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant[0]}'?")
     if message.get("tool_calls"):
         _check_calls(message["tool_calls"])
     elif not has_content and {*message} - WITHOUT_WORDS:
@@ -160,6 +167,12 @@ def _message(turn: Any) -> Row:
     elif content is None:
         message["content"] = ""
     return _with_reasoning(message)
+
+
+@cache
+def _meant(key: str) -> list[str]:
+    """Return the known key that another one of a turn is like."""
+    return get_close_matches(key, KEYS, 1, 0.8)
 
 
 def _from_sharegpt(turn: Row) -> Row:
@@ -188,6 +201,8 @@ def _check_calls(calls: Any) -> None:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("'tool_calls' is not a list of calls with names")
+        if not isinstance(parse_arguments(function.get("arguments")), dict):
+            raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
 
 
 def parse_arguments(arguments: Any) -> Any:

@@ -1,5 +1,6 @@
 """Render preferences: each row as two texts with the same prompt, chosen first."""
 
+from json import dumps
 from typing import Any
 
 from ..base.errors import DataError
@@ -73,9 +74,8 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
 
 def split_pair(row: Row) -> list[Row]:
     """Return a row as two rows with prompt and completion; raise BadRow if it is not a pair."""
-    present = {name: value for name, value in row.items() if value is not None}
     for name in ANSWERS:
-        value_of(present, name)
+        value_of(row, name)
     prompt: Any = row.get("prompt")
     answers: list[Any] = [[row[a]] if isinstance(row[a], dict) else row[a] for a in ANSWERS]
     types = {type(answer) for answer in answers}
@@ -87,6 +87,8 @@ def split_pair(row: Row) -> list[Row]:
     elif types == {list}:
         if isinstance(prompt, str) and all(map(_begins_with_answer, answers)):
             prompt = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, str) and dumps(prompt.strip())[1:-1] not in dumps(answers[0]):
+            raise BadRow("the text of 'prompt' is in no turn of 'chosen'")
     else:
         raise BadRow("chosen and rejected are not both texts, or both lists of turns")
     if type(prompt) is not type(answers[0]):

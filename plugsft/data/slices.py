@@ -43,8 +43,8 @@ from .render import check_columns, drop_bad_texts, judge_columns, lead_row, with
 from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import LISTS, hold_tokens, read_tokens
 
-CUT = "examples without a trained token within data.max_length; left out"
-"""Warning of rows, or of turns, that are cut before their first trained token."""
+CUT = "no trained token, or two equal answers, within data.max_length; left out"
+"""Warning of rows, or of turns, that are cut before what they teach."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 ONE_THREAD = {
     "FASTOKENS_BPE_THREADS": "1",
@@ -321,6 +321,14 @@ def make_examples(
         within = places_of(encoded.counts) < np.repeat(counts, encoded.counts)
     cut = _any_text(counts < encoded.counts, num_texts)
     trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
+    starts = offsets_of(encoded.counts)
+    for pair in np.flatnonzero(cut & (num_texts == 2)).tolist():
+        # Answers that differ only behind the cut teach nothing.
+        chosen, rejected = (
+            encoded.ids[starts[text] : starts[text + 1]][: data.max_length].tolist()
+            for text in (first[pair], first[pair] + 1)
+        )
+        trained[pair] &= chosen != rejected
     row_numbers, good, empty = numbers[rows], trained, ~trained & ~cut
     if data.too_long == "truncate":
         shard.truncated += row_numbers[cut & trained].tolist()

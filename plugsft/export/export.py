@@ -67,8 +67,6 @@ def export(
     name = place or target.name
     if has_model(output):
         folder = source_of(output)
-        if target.resolve().is_relative_to(folder.resolve()) and not merge:
-            raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
         if merge:
             result = merge_into(folder, target, trusted, folder, name, dtype)
         else:

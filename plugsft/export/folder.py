@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..base.atomic import damage
+from ..base.atomic import damage, is_published
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.limits import read_json_object
 from ..output.folder import (
@@ -65,6 +65,10 @@ def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
             "--to: missing; name the folder to copy the model to, or hub:OWNER/NAME to upload it"
         )
     target = to or output / "merged"
+    if any(is_published(it) or (is_model(it) and not merge) for it in target.resolve().parents):
+        raise PlugsftError(
+            f"{target}: is inside a checkpoint's or a model's own folder; name another with --to"
+        )
     if target.exists():
         raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
     ensure_model(output)

@@ -210,7 +210,6 @@ class BenchRun:
     def measure(self, runner: TrialRunner) -> None:
         """Run trials in rounds; write the report after each. What fails is not repeated."""
         trials, rounds = self.contenders.trials(), self.report["settings"]["rounds"]
-        self.try_baseline(runner, trials["none"])
         say(f"{rounds} rounds of {format_count(len(trials), 'trial')}")
         failed = set[str]()
         with progress("bench", rounds * len(trials), "trials") as advance:
@@ -222,8 +221,14 @@ class BenchRun:
                 figures = read_figures(runner.run(self.changes(left_out), self.steps, left_out))
                 advance(1, name)
                 if figures["error"]:
+                    error = figures["error"].splitlines()[-1]
+                    if name == "none":
+                        raise PlugsftError(
+                            f"the baseline, without {', '.join(left_out)}, does not run: {error}; "
+                            "leave on the plugin that it needs: --keep NAME"
+                        )
                     failed.add(name)
-                    say(f"with {name}: failed: {figures['error'].splitlines()[-1]}")
+                    say(f"with {name}: failed: {error}")
                 return figures
 
             for results in in_rounds(rounds, {name: partial(run, name) for name in trials}):
@@ -231,15 +236,6 @@ class BenchRun:
                     {name: value for name, value in results.items() if value}
                 )
                 self.write("running")
-
-    def try_baseline(self, runner: TrialRunner, left_out: Sequence[str]) -> None:
-        """Try a step of the baseline, which must run."""
-        error = runner.run(self.changes(left_out), steps=1, without=left_out).error
-        if error:
-            raise PlugsftError(
-                f"the baseline, without {', '.join(left_out)}, does not run: "
-                f"{error.splitlines()[-1]}; leave on the plugin that it needs: --keep NAME"
-            )
 
     def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
         """Return the changes from --instead for plugins that are left out."""

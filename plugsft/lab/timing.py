@@ -66,11 +66,6 @@ class Ratio:
         return spread(self.rounds, f",.{digits}f", " x")
 
 
-def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Compare the seconds of one contender in each round with those of another."""
-    return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
-
-
 def spread(values: Sequence[float], form: str = ".3f", unit: str = "") -> str:
     """Format a median with minimum and maximum."""
     middle = f"{statistics.median(values):{form}}{unit}"
@@ -230,10 +225,8 @@ class Bench:
         return float(statistics.median(peaks)) if peaks else 0.0
 
     def table(self) -> list[list[str]]:
-        """Return a row for each plugin below the names of the columns that have values."""
-        rows = [PLUGINS, *(result.row() for result in self.results())]
-        columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-        return [list(row) for row in zip(*columns, strict=True)]
+        """Return a row for each plugin below the names of the columns."""
+        return [PLUGINS, *(result.row() for result in self.results())]
 
 
 def speed_ratio(pairs: list[tuple[Figures, Figures]], warmup: int) -> Ratio | None:

@@ -47,7 +47,6 @@ from ..ranks.train_state import TrainState
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from ..tokens.store import Tokens
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock, read_json
 
 
@@ -69,13 +68,13 @@ class Checkpoints:
         self,
         recipe: Recipe,
         active: Active,
-        tokens: Tokens,
         accelerator: Accelerator,
         state: TrainState,
         steps: int,
+        inputs: Mapping[str, str],
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
-        self._recipe, self._active, self._data = recipe, active, tokens.facts["index"]
+        self._recipe, self._active, self._inputs = recipe, active, inputs
         self._accelerator, self._state = accelerator, state
         self.saved = 0
         """The step of the last checkpoint, which may still be in the background."""
@@ -180,15 +179,15 @@ class Checkpoints:
                     building = stack.enter_context(publish(target, True, stamps))
             # All ranks write into the same folder.
             folder = gathered(accelerator, building)[0]
-            facts = {
+            facts: dict[str, Any] = {
                 "format": FORMAT,
                 "step": step,
                 "best": self.best,
                 "evaluated": self.evaluated,
-                "data": self._data,
                 "recipe": keys_affecting_results(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
                 "sharding": self._state.sharding(),
+                "inputs": self._inputs,
             }
             with agreed(accelerator, operation):
                 plugin_states = self._active.state_dicts()
@@ -272,7 +271,7 @@ class Checkpoints:
             ShardReader(path, state.rank, state.ranks) as reader,
             agreed(self._accelerator, f"reading {path.name}"),
         ):
-            saved = ensure_same_run(path, self._recipe, self._active, self._data)
+            saved = ensure_same_run(path, self._recipe, self._active, self._inputs)
             if not 0 < saved["step"] <= self._steps:
                 raise CheckpointError(
                     f"{path / STATE}: is of step {saved['step']}, and the run has "

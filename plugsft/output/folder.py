@@ -79,8 +79,6 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
             wrong[name] = f"{key}: {name}: no such file or folder{_hint(place, path)}"
             if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
                 wrong[name] += '; for the one on the hub, set model.revision = "main"'
-            if key == "model.path" and (maker := _recipe_that_makes(place, path)):
-                wrong[name] += f"; it is made by: plugsft {maker}"
     return wrong
 
 
@@ -156,16 +154,6 @@ def _hint(place: Path, recipe: Path) -> str:
     exists = (home / place).exists()
     hint = f"; did you mean '{home / place}'?" if exists else suggest_name(place)
     return f" in {Path.cwd()}, where relative paths begin{hint}"
-
-
-def _recipe_that_makes(place: Path, recipe: Path) -> Path | None:
-    """Return a recipe in the same folder whose run writes its model to a path."""
-    for other in sorted(recipe.parent.glob("*.toml")):
-        with suppress(OSError, ValueError):
-            output = parse_toml(read_text(other)).get("output")
-            if isinstance(output, str) and Path(output, "model") == place:
-                return other
-    return None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Whether a checkpoint belongs to a recipe: the keys that affect results, compared. No torch."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,7 +12,7 @@ from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-FORMAT = 3
+FORMAT = 4
 """Version of a checkpoint's files."""
 STATE, LOCK = "state.json", ".lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
@@ -19,7 +20,14 @@ STATE, LOCK = "state.json", ".lock"
 # their options that affect results themselves.
 MAY_DIFFER = (
     *("output", "device", "train.micro_batch"),
-    *("train.keep_whole_gradients", "train.log_every", "checkpoint.", "eval.", "plugins."),
+    *(
+        "train.keep_whole_gradients",
+        "train.log_every",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "eval.",
+        "plugins.",
+    ),
 )
 
 
@@ -56,9 +64,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def ensure_same_run(
-    path: Path, recipe: Recipe, active: Active, data: str | None = None
+    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
+    """Refuse a checkpoint of another recipe or, if their checksums are given, of other inputs."""
     facts = read_state(path)
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
@@ -68,8 +76,9 @@ def ensure_same_run(
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    if data is not None and data != facts.get("data"):
-        differing.append("the data, its options or the tokenizer have changed")
+    for name, checksum in (inputs or {}).items():
+        if facts["inputs"].get(name) != checksum:
+            differing.append(f"{name} have changed")
     if differing:
         model = recipe.folder / "model"
         more = ""
@@ -79,7 +88,7 @@ def ensure_same_run(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
             f"Undo the changes, or start again in another output folder (output=...){more}"
         )
-    if data and facts["plugins"] != recipe.plugins:
+    if inputs and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
     return facts
 

@@ -23,6 +23,7 @@ SAME_INPUTS = (
 )
 PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "model.tokenizer")
 """Paths that may differ between machines: their contents are compared instead."""
+MODEL_FILES = "the model's files"
 SAMPLES, SAMPLE = 32, 4096
 """Samples of each weight file that are compared, and the bytes of each sample."""
 TENSORS, NUMBERS = 64, 16
@@ -42,7 +43,7 @@ def model_facts(model: Any, load: Load) -> dict[str, str]:
     files = sorted({*find_weight_files(load.path, load.kwargs.get("revision")).values()})
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
-        "the model's files": digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],
+        MODEL_FILES: digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],
         "the model's weights": _weights(model),
     }
 

@@ -82,7 +82,7 @@ def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
 
 def share_rows(one: Source, other: Source) -> bool:
     """Tell whether two slices of one source overlap, as far as slices tell without its size."""
-    if os.path.abspath(one.source) != os.path.abspath(other.source):
+    if os.path.realpath(one.source) != os.path.realpath(other.source):
         return False
     # `datasets` takes a second.
     from ..data.readers.dataset import parse_split

@@ -108,7 +108,7 @@ def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
 
 BAD = [
     ({"prompt": "x", "chosen": "y"}, "no 'rejected': the row has chosen, prompt"),
-    ({"rejected": None, "chosen": "y"}, "no 'rejected': the row has chosen"),
+    ({"rejected": None, "chosen": "y"}, "'rejected' is null"),
     ({"other": 1}, "no 'chosen': the row has other"),
     ({}, "no 'chosen': the row has no columns"),
     ({"chosen": "x", "rejected": [GOOD]}, "not both texts, or both lists of turns"),
@@ -118,7 +118,11 @@ BAD = [
         {"chosen": "abc", "rejected": "xyz"},
         "no prompt, and chosen and rejected have no",
     ),
-    ({"prompt": "x", "chosen": [POOR, ASK], "rejected": [ASK]}, "have no common beginning"),
+    ({"chosen": [POOR, ASK], "rejected": [ASK]}, "have no common beginning"),
+    (
+        {"prompt": "x!", "chosen": [ASK, GOOD], "rejected": [ASK, POOR]},
+        "the text of 'prompt' is in no turn of 'chosen'",
+    ),
     ({"system": "s", "prompt": "x", "chosen": "y", "rejected": "z"}, "'system' is for chats"),
 ]
 
@@ -221,7 +225,7 @@ def test_bad_rows_are_named_with_their_side(prepared):
     assert tokens.rows.tolist() == [0, 5]
     told = {reason: entry["rows"] for reason, entry in tokens.facts["bad_rows"].items()}
     assert told == {
-        "no 'rejected': the row has chosen, prompt": [1],
+        "'rejected' is null": [1],
         "chosen: an empty turn of the assistant": [2],
         "chosen and rejected are not both texts, or both lists of turns": [3],
         "rejected: unknown role 'nobody'": [4],
@@ -247,13 +251,23 @@ def test_a_pair_is_left_out_whole_where_an_answer_is_cut_away(prepared, side):
     assert words[1][place][1].startswith("owls owls") and "<|im_end|>" not in words[1][place][1]
     assert words[1][1 - place] == words[0][1 - place]
     left_out = tokens.facts["warnings"][
-        "examples without a trained token within data.max_length; left out"
+        "no trained token, or two equal answers, within data.max_length; left out"
     ]
     assert left_out == {"count": 1, "rows": [1]} and not tokens.facts["bad_rows"]
     with pytest.raises(DataError, match=r"lines 2, 3: longer than 30 tokens"):
         prepared(rows, max_length=30, on_bad_row="drop", too_long="error")
     tokens, _ = prepared(rows, max_length=30, on_bad_row="drop", too_long="drop")
     assert tokens.rows.tolist() == [0]
+
+
+def test_a_pair_whose_answers_are_equal_once_cut_is_left_out(prepared):
+    far = {side: [say("owls " * 40 + side)] for side in ("chosen", "rejected")}
+    rows = [{"prompt": [ASK], **GIVEN}, {"prompt": [ASK], **far}, {"prompt": [ASK], **GIVEN}]
+    tokens, _ = prepared(rows, max_length=30, too_long="truncate")
+    assert tokens.rows.tolist() == [0, 2] and tokens.facts["truncated"]["count"] == 0
+    [(reason, left_out)] = tokens.facts["warnings"].items()
+    assert "two equal answers" in reason and left_out == {"count": 1, "rows": [1]}
+    assert prepared(rows, max_length=300)[0].rows.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rows", [[{"messages": [ASK, GOOD]}] * 3, [{"chosen": "x"}] * 3])

@@ -1,6 +1,7 @@
 """lora: adapters equal to peft's, cheaper, and always saved whole."""
 
 import json
+import shutil
 import tomllib
 import warnings
 
@@ -19,6 +20,7 @@ from conftest import (
 from launching import TRAIN, config, curve
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers import __version__ as transformers_version
 
@@ -320,6 +322,33 @@ def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(re
     assert other.returncode == 2
     assert "plugins.lora.alpha was 8 and is 16" in other.stderr
     assert "plugins.lora.rslora was not set and is True" in other.stderr
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["scratch", "path"])
+def test_adapters_go_on_upon_the_weights_that_they_began_with_only(recipe, tmp_path, made):
+    run, base = tmp_path / "run", tmp_path / "base/model"
+    if not made:
+        words = (f"output={base.parent}", "train.steps=1", "--without=lora")
+        assert run_plugsft(recipe, *words).returncode == 0
+        tables = tomllib.loads(recipe.read_text()) | {"model": {"path": str(base)}}
+        write_recipe(recipe, tables)
+    words = ("checkpoint.every=2", "checkpoint.keep=9")
+    assert run_plugsft(recipe, *words).returncode == 0
+    trained = (run / "model/adapter_model.safetensors").read_bytes()
+    for later in (run / "model", run / "checkpoints/step-000004", run / "checkpoints/step-000006"):
+        shutil.rmtree(later)
+    [file] = [*run.glob("scratch/model-*/model.safetensors")] or [base / "model.safetensors"]
+    weights = load_file(file)
+    save_file({name: 2 * values for name, values in weights.items()}, file, {"format": "pt"})
+    result = run_plugsft(recipe, *words, "--resume")
+    if not made:
+        assert result.returncode == 2
+        assert "the weights in the model's files have changed" in result.stderr
+        save_file(weights, file, {"format": "pt"})
+        result = run_plugsft(recipe, *words, "--resume")
+    # Weights from a seed are made again where their file is damaged.
+    assert result.returncode == 0, result.stderr
+    assert (run / "model/adapter_model.safetensors").read_bytes() == trained
 
 
 def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):

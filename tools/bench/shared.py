@@ -20,7 +20,7 @@ import tomli_w
 
 from plugsft.base.types import Ints, Shard
 from plugsft.lab import timing
-from plugsft.lab.timing import head, spread, times_as_fast
+from plugsft.lab.timing import Ratio, head, spread
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
@@ -137,9 +137,14 @@ def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list
     )
 
 
+def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
+    """Compare the seconds of one contender in each round with those of another."""
+    return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
+
+
 def compare_speed(seconds: Sequence[float], others: Sequence[float]) -> str:
     """Describe the speed relative to another contender, from the seconds of each round."""
-    ratio = timing.times_as_fast(seconds, others)
+    ratio = times_as_fast(seconds, others)
     return f"{ratio} as fast, {ratio.word}"
 
 

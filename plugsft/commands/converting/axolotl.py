@@ -31,7 +31,6 @@ LIGER: Copied = {
 }
 REFUSED = {
     "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
-    "process_reward_model": "plugsft scores whole answers; use axolotl",
 }
 """Key of runs that plugsft cannot do -> the reason."""
 PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
@@ -103,7 +102,6 @@ def _set_objective(c: Conversion) -> None:
         c.set("plugins.kto", {}, "rl")
     elif kind in PREFERENCES:
         c.set("plugins.dpo.loss", PREFERENCES[kind], "rl")
-        c.copy({"rl_beta": ("plugins.dpo.beta", 0.1)})
     elif kind is not None:
         raise c.refuse(
             "rl", "plugsft trains on rows, and generates none while it trains; use axolotl"
@@ -196,15 +194,10 @@ def _share(c: Conversion, key: str) -> float:
 
 def _set_evaluation(c: Conversion) -> None:
     """Write the rows that are held out, and the steps between evaluations."""
-    size, steps = c.read("val_set_size", 0.0), c.read("eval_steps", 0.0)
-    never = c.get("evals_per_epoch") == 0 and not steps
-    if size > 0 and not never:
+    size = c.read("val_set_size", 0.0)
+    if size > 0 and c.get("evals_per_epoch") != 0:
         hold_out(c, "val_set_size", size)
-    if "eval.split" not in c.lines:
-        return
-    if steps:
-        training.set_interval(c, "eval.every", steps, "eval_steps")
-    else:
+    if "eval.split" in c.lines:
         training.set_share(c, "eval.every", _share(c, "evals_per_epoch"), "evals_per_epoch")
 
 
@@ -276,9 +269,9 @@ TOOL = Tool(
         "special_tokens": training.TOKENS,
         "tokenizer_use_mistral_common": "transformers' tokenizer is used; use its template",
         "resize_token_embeddings_to_32x": "embeddings grow with model.add_tokens alone; use it",
-        "model_config": "use a copy of the model's folder with a changed config.json",
         "unfrozen_parameters": "all weights are trained, or adapters; use modules_to_save",
         "gptq": QUANTIZED,
+        "model_config": "use a copy of the model's folder with a changed config.json",
         "model_quantization_config": QUANTIZED,
         "model_quantization_config_kwargs": QUANTIZED,
         "quantize_moe_experts": QUANTIZED,
@@ -311,7 +304,6 @@ TOOL = Tool(
         "save_steps",
         "save_strategy",
         "evals_per_epoch",
-        "eval_steps",
         "datasets[].roles",
         "warmup_ratio",
         "fsdp",

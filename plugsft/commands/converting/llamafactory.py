@@ -26,7 +26,6 @@ CHATS = ("messages", "conversations", "conversation")
 DPO: Copied = {
     "pref_loss": ("plugins.dpo.loss", "sigmoid"),
     "pref_beta": ("plugins.dpo.beta", 0.1),
-    "pref_ftx": ("plugins.dpo.nll", float),
 }
 KTO: Copied = {
     "pref_beta": ("plugins.kto.beta", 0.1),
@@ -60,8 +59,7 @@ def convert(c: Conversion) -> None:
     if c.get("quantization_bit"):
         training.set_quantization(c, c.read("quantization_bit", 4), "quantization_bit")
     training.set_training(c, 5e-5)
-    if not c.read("disable_gradient_checkpointing", False):
-        c.set("plugins.gradient_checkpointing", {}, "disable_gradient_checkpointing")
+    c.set("plugins.gradient_checkpointing", {})
 
 
 def _set_texts(c: Conversion) -> None:
@@ -211,7 +209,6 @@ TOOL = Tool(
         "lora_target",
         "pref_loss",
         "pref_beta",
-        "pref_ftx",
         "packing",
         "overwrite_cache",
         "use_v1_kernels",

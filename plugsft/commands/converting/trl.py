@@ -185,7 +185,6 @@ TOOL = Tool(
     convert=convert,
     unlike={
         **training.UNLIKE,
-        "packing_strategy": 'it cuts examples; use "bfd", which keeps them whole',
         "dataset_text_field": "use data.columns = { text = ... }",
         "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
         "data.max_length, as in TRL 1; use data.too_long",
@@ -193,7 +192,6 @@ TOOL = Tool(
     usual={
         **training.TRAINER_USUAL,
         "dataset_text_field": ("text",),
-        "packing_strategy": ("bfd", "ffd"),
     },
     same=(
         *training.TRAINER_SAME,
