@@ -33,6 +33,7 @@ WITHOUT_WORDS = {"role", "name", "tool_call_id"}
 """Keys of a message that may come without content: a column may be null."""
 KEYS = ("content", "tool_calls", "train", "weight")
 """Other keys of a message; templates may read more."""
+KNOWN = {*WITHOUT_WORDS, *REASONING, *KEYS}
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
 _CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
@@ -155,7 +156,7 @@ def _message(turn: Any) -> Row:
         content = message["content"] = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str | None):
         raise BadRow(f"a turn of the {role} is not text")
-    for key in message.keys() - {*WITHOUT_WORDS, *REASONING, *KEYS}:
+    for key in message.keys() - KNOWN:
         if meant := _meant(key):
             raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant[0]}'?")
     if message.get("tool_calls"):
@@ -177,8 +178,9 @@ def _meant(key: str) -> list[str]:
 
 def _from_sharegpt(turn: Row) -> Row:
     speaker = turn["from"]
-    names = {"value": "content"}
-    rest = {names.get(key, key): item for key, item in turn.items() if key != "from"}
+    rest = {
+        "content" if key == "value" else key: item for key, item in turn.items() if key != "from"
+    }
     role = SPEAKERS.get(str(speaker), speaker)
     if speaker in ("function_call", "tool_call"):
         calls = parse_value(turn.get("value"), "a function call")
