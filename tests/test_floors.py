@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_500, "data": 20_994, "lab": 12_306, "ranks": 14_658, "model": 10_602,
+    "commands": 13_509, "data": 20_994, "lab": 12_306, "ranks": 14_658, "model": 10_602,
     "start": 3_004, "export": 5_072, "audit": 8_076,
-    "output": 10_730, "tokens": 5_497, "base": 6_001, "modules beside the rooms": 4_861,
+    "output": 10_720, "tokens": 5_497, "base": 6_001, "modules beside the rooms": 4_861,
     "api": 3_618, "recipe": 4_571, "registry": 3_616, "batches": 3_031, "testing": 2_707,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 132_844, 41_866, 74_295
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 132_843, 41_866, 74_285
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -19,15 +19,15 @@ STATE, LOCK = "state.json", ".lock"
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
 # their options that affect results themselves.
 MAY_DIFFER = (
-    *("output", "device", "train.micro_batch"),
-    *(
-        "train.keep_whole_gradients",
-        "train.log_every",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "eval.",
-        "plugins.",
-    ),
+    "output",
+    "device",
+    "train.micro_batch",
+    "train.keep_whole_gradients",
+    "train.log_every",
+    "checkpoint.every",
+    "checkpoint.keep",  # and keep_best
+    "eval.",
+    "plugins.",
 )
 
 
@@ -64,7 +64,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def ensure_same_run(
-    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] | None = None
+    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, if their checksums are given, of other inputs."""
     facts = read_state(path)
@@ -76,7 +76,7 @@ def ensure_same_run(
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    for name, checksum in (inputs or {}).items():
+    for name, checksum in inputs.items():
         if facts["inputs"].get(name) != checksum:
             differing.append(f"{name} have changed")
     if differing:

@@ -31,6 +31,7 @@ LIGER: Copied = {
 }
 REFUSED = {
     "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
+    "process_reward_model": "plugsft scores whole answers; use axolotl",
 }
 """Key of runs that plugsft cannot do -> the reason."""
 PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}

@@ -239,8 +239,9 @@ def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, proje
 def set_precision(c: Conversion, default: bool) -> None:
     """Write the type of computation; without bfloat16, float16 or float32."""
     float16 = c.read("fp16", False)
-    if c.get("bf16") == "full" or c.read("bf16", default and not float16):
-        c.set("model.dtype", "bfloat16", "bf16")
+    key = c.first("bf16", "pure_bf16")
+    if c.get(key) == "full" or c.read(key, default and not float16):
+        c.set("model.dtype", "bfloat16", key)
     elif float16:
         c.set("model.dtype", "float16", "fp16", comment="with loss scaling")
     else:
