@@ -18,7 +18,7 @@ from typing import Any
 import chats
 import shared
 
-ROWS, PAIRS = 2_000, 128
+ROWS, PAIRS = 10_000, 128
 CASES = {
     "prepare": "s, of a processor",
     "plan and collate": "s a step",
