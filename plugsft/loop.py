@@ -16,7 +16,7 @@ from .base.types import Batch
 from .output.record import memory_gib
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
-from .ranks.sharding import explain_optimizer
+from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import MOST_METRICS, Numbers
 from .ranks.trained_model import evaluating, work_with_weights
 from .run import OpenRun

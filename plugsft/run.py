@@ -19,6 +19,9 @@ from .base.errors import Stopped
 from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
+from .checkpoint.final_model import ensure_saveable, save_model
+from .checkpoint.save import Checkpoints, ensure_one_output
+from .checkpoint.state import train_state
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import new_ids, pad_id
 from .data.prepare import Prepared, prepare
@@ -29,16 +32,16 @@ from .model.load import make_load, make_scratch_model
 from .model.packing_proof import packed_model
 from .model.schedule import Schedule, long_warmup
 from .model.tensor_shards import num_weights
-from .output.checkpoint import Checkpoints, ensure_one_output, ensure_saveable, save_model
 from .output.record import Record, data_facts
 from .ranks.agree import RankGroup, agreed, ending_together, ensure_alike, is_known_to_all
 from .ranks.failures import keep_beating
 from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch, explain_out_of_memory_in_loading
-from .ranks.param_groups import ensure_uses_settings
+from .ranks.loss_scale import LossScale
+from .ranks.optimizer_checks import ensure_uses_settings
 from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
-from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
+from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, weights_of
 from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
 from .ranks.trained_model import TrainedModel, work_with_weights
@@ -101,13 +104,13 @@ class OpenRun:
         self.module, self.optimizer = self._load_model()
         # Whether a step's numbers are read while the next step runs.
         self.reads_late = can_skip_steps(self.optimizer) and not recipe.provides("early_stop")
-        self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
-        self.loss_scale = self.train_state.loss_scale
+        self.weights = weights_of(self.accelerator, self.module, self.optimizer)
+        self.loss_scale = LossScale(self.accelerator)
         self.loader = BatchLoader(
             self.hooks, self.accelerator, pad_id(self.tokenizer), bool(self.packed)
         )
         self.ranks = RankGroup(self.accelerator, self.hooks)
-        self.model = TrainedModel(self, self.module, self.loader, self.load, self.train_state)
+        self.model = TrainedModel(self, self.module, self.loader, self.load, self.weights)
         if self.packed:  # not a plugin's hook, which another plugin could replace
             self.packed.prove(self.module, self.model.exact)
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
@@ -119,8 +122,9 @@ class OpenRun:
             "the data, its options or the tokenizer": self.tokens.facts["index"],
             "the weights in the model's files": self._files,
         }
+        state = train_state(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
-            recipe, active, self.accelerator, self.train_state, self.plan.steps, inputs
+            recipe, active, self.accelerator, state, self.plan.steps, inputs
         )
 
     @property
@@ -265,7 +269,7 @@ class OpenRun:
         keep_best = self.recipe.checkpoint.keep_best
 
         def work() -> Path:
-            save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
+            save_model(self.accelerator, self.weights, self.tokenizer, self.recipe)
             return folder
 
         if keep_best and best is None:
@@ -350,7 +354,7 @@ def describe(run: OpenRun) -> None:
     """Print the model, data, plan and plugins, and put them into the record."""
     recipe, record, plan = run.recipe, run.record, run.plan
     ranks, strategy = run.accelerator.num_processes, strategy_name(run.accelerator)
-    dtypes = dtypes_of(run.accelerator, run.train_state)
+    dtypes = dtypes_of(run.accelerator, run.weights, run.optimizer)
     model = describe_model(run)
     record.run["machine"] |= {
         "device": str(run.accelerator.device.type),
@@ -392,7 +396,7 @@ def describe(run: OpenRun) -> None:
 
 def describe_model(run: OpenRun) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
-    plain: Any = run.train_state.plain
+    plain: Any = run.weights.plain
     sizes = [(num_weights(weight), weight.requires_grad) for weight in plain.parameters()]
     return {
         "source": run.recipe.model.path or "scratch",

@@ -1,16 +1,14 @@
 """Tiny runs with checkpoints: trained, resumed, and read back."""
 
 import json
-import math
 import shutil
 
 import torch
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from plugsft.base.atomic import list_checkpoints, parse_step
-from plugsft.model.tensor_shards import TensorShard
-from plugsft.ranks.shard_files import ShardReader
 
 
 def write(folder, name="recipe", **tables):
@@ -47,14 +45,19 @@ def checkpoint(run, step):
 
 def read(folder, kind="model"):
     """Read the tensors of a kind from a checkpoint, of any number of ranks."""
-    tensors = {}
-    with ShardReader(folder) as reader:
-        for name in reader.names_of(kind):
-            shape = reader.shape_of(f"{kind}/{name}")
-            values = torch.empty(math.prod(shape))
-            reader.fill(f"{kind}/{name}", TensorShard(values, 0, shape))
-            tensors[name] = values.view(shape)
-    return tensors
+    parts, shapes = {}, {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name, (start, shape) in json.loads(file.metadata()["places"]).items():
+                parts.setdefault(name, []).append((start, file.get_tensor(name)))
+                shapes[name] = shape
+    return {
+        name.removeprefix(f"{kind}/"): torch.cat([part for _, part in sorted(parts[name])])
+        .float()
+        .view(shape)
+        for name, shape in shapes.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def model_of(run):

@@ -14,9 +14,11 @@ from test_resume import FSDP2, on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft.base.atomic import damage, step_folder
+from plugsft.checkpoint.save import Checkpoints
+from plugsft.checkpoint.state import train_state
 from plugsft.model.load import Load
-from plugsft.output.checkpoint import Checkpoints
-from plugsft.ranks.sharding import shard_model, train_state_of
+from plugsft.ranks.loss_scale import LossScale
+from plugsft.ranks.sharding import shard_model, weights_of
 
 HEARD = """
 import json, threading
@@ -63,8 +65,8 @@ def test_all_ranks_hear_of_a_checkpoint_at_one_step_and_when_it_is_true(
 FULL_HOST = """
 import time
 from plugsft import hookimpl, plugin
-from plugsft.output import checkpoint
-from plugsft.ranks import shard_files
+from plugsft.checkpoint import save as checkpoint
+from plugsft.checkpoint import files as shard_files
 
 shard_files.available_memory = lambda: 1000
 staged = []
@@ -118,7 +120,7 @@ class Slow:
     @hookimpl
     def ready(self):
         import time
-        from plugsft.ranks import shard_files
+        from plugsft.checkpoint import files as shard_files
         save_file = shard_files.save_file
         shard_files.save_file = lambda *words: (time.sleep(self.seconds), save_file(*words))
 """
@@ -158,7 +160,8 @@ def save_both_ways(name, accelerator, recipe, active):
     model, optimizer = shard_model(
         accelerator, Load(""), LlamaForCausalLM(config), optimizers.ALL["AdamW"]
     )
-    state = train_state_of(accelerator, model, optimizer)
+    weights = weights_of(accelerator, model, optimizer)
+    state = train_state(weights, optimizer, LossScale(accelerator))
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"keep": 1})}
     )

@@ -9,13 +9,12 @@ import pytest
 import torch
 from conftest import FULL, chats, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
 from launching import config
+from saved_runs import read
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
 from plugsft import digest
 from plugsft.model.defaults import ModelDefaults
-from plugsft.model.tensor_shards import TensorShard
-from plugsft.ranks.shard_files import ShardReader
 from plugsft.tokens.store import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]
@@ -46,14 +45,7 @@ def trained(
 def weights_of(run):
     """Return the float32 weights of the last checkpoint, whatever ranks and sharding wrote it."""
     [folder] = (run / "checkpoints").glob("step-*")
-    found = {}
-    with ShardReader(folder) as reader:
-        for name in reader.names_of("model"):
-            shape = reader.shapes[f"model/{name}"]
-            values = torch.zeros(int(np.prod(shape)))
-            reader.fill(f"model/{name}", TensorShard(values, 0, shape))
-            found[name] = values.view(shape)
-    return found
+    return read(folder)
 
 
 def flat(weights, names):

@@ -11,7 +11,7 @@ from test_resume import FSDP2, Run, on_ranks
 
 from plugsft.api import PlugsftError
 from plugsft.base.atomic import MANIFEST, list_checkpoints
-from plugsft.ranks import shard_files
+from plugsft.checkpoint import files as shard_files
 
 RANKS = 4
 _reading: list[list[str]] = []

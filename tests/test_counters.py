@@ -25,8 +25,8 @@ from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.dpo_reference.log_probs import pair_ids
 from plugsft.plugins.ema import Ema
 from plugsft.plugins.router_loss.routers import sequence_shares
+from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
-from plugsft.ranks.train_state import MANY, LossScale
 from plugsft.recipe.tables import Checkpoint
 from plugsft.registry.contracts import inspect_hooks
 

@@ -8,10 +8,15 @@ from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError
 from plugsft.base.errors import CheckpointError
+from plugsft.checkpoint.final_model import (
+    ensure_saveable,
+    ensure_written,
+    name_in_file,
+    read_adapters,
+)
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
 from plugsft.model.weight_files import Weights, find_weight_files, meta_copy
-from plugsft.output.checkpoint import ensure_saveable, ensure_written, name_in_file, read_adapters
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

@@ -16,8 +16,8 @@ from test_precision import SEES
 
 from plugsft.audit.check_recipe import gpu_without_bfloat16
 from plugsft.base.errors import LaunchError, TrainError
+from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.precision import mixed_precision
-from plugsft.ranks.train_state import LossScale
 from plugsft.recipe.tables import Model
 from plugsft.registry.load import load
 
@@ -26,7 +26,7 @@ PLANT = """
     import signal
 
     import torch
-    from plugsft.ranks import train_state
+    from plugsft.ranks import loss_scale
 
     class Overflow(torch.autograd.Function):
         @staticmethod
@@ -47,7 +47,7 @@ PLANT = """
 
         @hookimpl
         def check(self):
-            train_state.INITIAL, train_state.PATIENCE = self.initial, self.patience
+            loss_scale.INITIAL, loss_scale.PATIENCE = self.initial, self.patience
 
         @hookimpl
         def ready(self, run):

@@ -6,7 +6,7 @@ from conftest import ROOT, only_full, run_launch, run_plugsft, run_ranks
 from plugin_packages import activate, install
 
 from plugsft import RecipeError
-from plugsft.ranks.param_groups import ensure_uses_settings
+from plugsft.ranks.optimizer_checks import ensure_uses_settings
 from plugsft.recipe.tables import Train
 
 LION = """

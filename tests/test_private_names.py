@@ -308,12 +308,12 @@ TORCH = {
         a_call_is_queued_for_the_end_of_a_backward_pass,
     ),
     "_foreach_mul_": Use(
-        "plugsft/ranks/train_state.py",
+        "plugsft/ranks/loss_scale.py",
         "one launch for all gradients, as torch's own optimizers",
         many_tensors_are_multiplied_at_once,
     ),
     "_amp_update_scale_": Use(
-        "plugsft/ranks/train_state.py",
+        "plugsft/ranks/loss_scale.py",
         "a new scale without waiting for the device; GradScaler belongs to one optimizer",
         the_scale_of_a_loss_is_halved_and_doubled,
     ),
@@ -507,7 +507,7 @@ TRANSFORMERS = {
         zero3_of_transformers_can_be_switched_off_and_on,
     ),
     "_keys_to_ignore_on_save": Use(
-        "plugsft/output/checkpoint.py",
+        "plugsft/checkpoint/final_model.py",
         "which tensors transformers does not write",
         models_name_tensors_that_are_not_saved,
     ),

@@ -26,11 +26,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from plugsft.base.atomic import MANIFEST, stamp
 from plugsft.base.errors import CheckpointError
 from plugsft.base.machine import look
+from plugsft.checkpoint.same_run import keys_affecting_results
+from plugsft.checkpoint.save import Checkpoints
+from plugsft.checkpoint.state import train_state
 from plugsft.model.load import Load
-from plugsft.output.checkpoint import Checkpoints
-from plugsft.output.same_run import keys_affecting_results
 from plugsft.ranks.launch import connect
-from plugsft.ranks.sharding import shard_model, train_state_of
+from plugsft.ranks.loss_scale import LossScale
+from plugsft.ranks.sharding import shard_model, weights_of
+from plugsft.ranks.weights import ZeroWeights
 from plugsft.registry.load import load
 
 FSDP2 = {
@@ -75,8 +78,9 @@ class Run:
         self.model, self.optimizer = shard_model(accelerator, Load(""), model, make)
         self.accelerator = accelerator
         self.identity = partial(keys_affecting_results, recipe, active)
-        self.held = train_state_of(accelerator, self.model, self.optimizer)
-        self.checkpoints = Checkpoints(recipe, active, accelerator, self.held, 100, {})
+        self.held = weights_of(accelerator, self.model, self.optimizer)
+        self.state = train_state(self.held, self.optimizer, LossScale(accelerator))
+        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, {})
 
     def train(self, steps):
         for step in steps:
@@ -90,8 +94,8 @@ class Run:
 
     def everything(self, full=False):
         """Return all of its weights and of its optimizer, as plain values; `full`: of all ranks."""
-        if self.held.flat:
-            description, shards = self.held.describe()
+        if isinstance(self.held, ZeroWeights):
+            description, shards = self.state.describe({})
             return {
                 "description": description,
                 "shards": part({k: v.values for k, v in shards.items()}),
@@ -280,10 +284,23 @@ def said(tmp_path_factory):
     return of
 
 
+# State of sharded weights that is neither like its weight nor equal on all ranks.
+UNSTORABLE = {
+    (
+        "FSDP2",
+        "Quantized",
+    ): "Quantized's state 'codes' of model.embed_tokens.weight differs between",
+    ("FSDP2", "Odd"): "embed_tokens.weight/nested/rows/0 is a DTensor of another shape than its",
+}
+
+
 @pytest.mark.parametrize("kind, name", [(k, name) for k in KINDS for name in names_of(k)])
 def test_resumed_is_uninterrupted_with_any_optimizer(said, kind, name):
     for answers in said(kind)[0]:
-        assert answers[name] == ""
+        if reason := UNSTORABLE.get((kind, name)):
+            assert answers[name].startswith("refused: ") and reason in answers[name]
+        else:
+            assert answers[name] == ""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ZeRO-3"])
@@ -306,10 +323,7 @@ def resharded(source, name, accelerator, recipe, active):
 
 
 # Optimizers whose state has another shape than its weight, and no meaning on another part of it.
-UNDIVIDED = {
-    ("FSDP2", "one process"): ["Quantized"],
-    ("one process", "FSDP2"): ["Odd", "Quantized"],
-}
+UNDIVIDED = {("one process", "FSDP2"): ["Odd", "Quantized"]}
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +346,9 @@ def test_state_is_resharded_exactly_or_refused_by_name(moved, first, then):
     undivided = UNDIVIDED.get((first, then), [])
     for answers in moved(first, then):
         for name, answer in answers.items():
-            if name in undivided:
+            if reason := UNSTORABLE.get((first, name)):
+                assert answer.startswith("refused: ") and reason in answer, answer
+            elif name in undivided:
                 assert answer.startswith("refused: ") and f"{name}'s state '" in answer, answer
                 assert " of model." in answer
                 assert "resume with the launcher and the number of ranks that wrote it" in answer
@@ -367,7 +383,7 @@ def a_newer_one(name, accelerator, recipe, active):
     run = Run("SGD", accelerator, recipe, active)
     run.train(range(1, 2))
     run.checkpoints.save(1)
-    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=5)])
+    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=6)])
 
 
 def without_a_tensor(name, accelerator, recipe, active):
@@ -409,10 +425,6 @@ def another_setting(name, accelerator, recipe, active):
     other.checkpoints.restore([path])
     group = other.optimizer.param_groups[0]
     assert (group["betas"], group["k"]) == ((0.8, 0.95), 4)
-    third = Run(name, accelerator, recipe, active, make=make)
-    for group in third.held._initial[0]["groups"]:
-        group["k"] = 7
-    third.checkpoints.restore([path])
 
 
 class Unstorable(torch.optim.SGD):
@@ -434,7 +446,7 @@ def an_object_in_the_state(name, accelerator, recipe, active):
         run.checkpoints.save(5)
         run.train(range(6, 7))
         run.checkpoints.save(6)
-    warning = "warning: checkpoints of this run cannot be resumed: Unstorable's"
+    warning = "warning: checkpoints of this run cannot be resumed: the optimizer's"
     codes = "model.embed_tokens.weight/codes is a types.SimpleNamespace, which they cannot store"
     assert [f"{warning} {codes}"] == said.getvalue().splitlines()
     run.checkpoints.restore([recipe.folder / "checkpoints/step-000005"])
@@ -443,19 +455,18 @@ def an_object_in_the_state(name, accelerator, recipe, active):
 SPECIAL = {
     "object": (
         an_object_in_the_state,
-        "state 'codes' of model.embed_tokens.weight was a types.SimpleNamespace, which checkpoints",
+        "cannot be resumed: the optimizer's model.embed_tokens.weight/codes is a types.SimpleName",
     ),
     "older": (
         an_older_one,
-        "was written by another version of plugsft (format 2; this one reads 4)",
+        "was written by another version of plugsft (format 2; this one reads 5)",
     ),
     "newer": (
         a_newer_one,
-        "was written by another version of plugsft (format 5; this one reads 4)",
+        "was written by another version of plugsft (format 6; this one reads 5)",
     ),
     "lost": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),
-    "setting": (another_setting, "'k' of parameter group 0 changes in training"),
 }
 
 

@@ -21,8 +21,8 @@ from plugsft.base.atomic import (
     stamp,
     step_folder,
 )
+from plugsft.checkpoint.same_run import STATE
 from plugsft.output.folder import newest_checkpoint
-from plugsft.output.same_run import STATE
 
 # What users, other tools and file managers make of our names.
 COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]

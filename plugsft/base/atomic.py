@@ -53,30 +53,34 @@ Stamp = tuple[int, str]
 
 
 @contextmanager
-def publish(
-    folder: Path, replace: bool = False, stamps: Mapping[str, Stamp] | None = None
-) -> Iterator[Path]:
-    """Yield a temporary folder to fill; then sync it, and give it its real name.
-
-    `stamps` are for files that other processes wrote and synced; filled in before the end.
-    """
-    building = folder.with_name(f".{folder.name}{temporary_ending()}")
+def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder to fill; then sync it, and give it its real name."""
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        sweep(folder.parent)
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
+        building = begin_folder(folder)
         try:
             yield building
-            finish(building, folder, lambda old: not replace and is_published(old), stamps)
+            finish(building, folder, lambda old: not replace and is_published(old))
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def begin_folder(folder: Path) -> Path:
+    """Make a temporary folder beside one; `finish` gives it the real name."""
+    building = folder.with_name(f".{folder.name}{temporary_ending()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep(folder.parent)
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    return building
 
 
 def finish(
     building: Path, folder: Path, is_complete: IsComplete, stamps: Mapping[str, Stamp] | None = None
 ) -> None:
-    """Write a built folder's manifest, and rename it; `is_complete` may keep the old folder."""
+    """Write a built folder's manifest, and rename it; `is_complete` may keep the old folder.
+
+    `stamps` are of files that other processes wrote and synced.
+    """
     known = stamps or {}
     for unfinished in building.rglob(".*.tmp"):
         remove(unfinished)

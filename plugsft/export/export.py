@@ -22,15 +22,17 @@ from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
+from ..checkpoint.files import ShardReader
+from ..checkpoint.same_run import STATE, read_json
+from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
 from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.load import grow_embeddings, make_load
+from ..model.tensor_shards import shard_of
 from ..output.folder import ADAPTER, base_model
 from ..ranks.launch import silence_libraries
-from ..ranks.shard_files import ShardReader
-from ..ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
 from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
@@ -259,8 +261,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     with torch.no_grad(), ShardReader(path) as reader:
-        ensure_same_parameters(reader, trained, reader.names_of(WEIGHTS))
-        fill_weights(reader, trained, exact=False)
+        ensure_same_parameters(reader, trained, read_json(path / STATE)["weights"])
+        for weight_name, weight in trained.items():
+            reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,8 +20,6 @@ class TensorShard:
     """Offset of the values in the flat tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    per_rank: bool = False
-    """Whether each rank writes this tensor, even if it is whole."""
 
     @property
     def whole(self) -> bool:
@@ -63,3 +62,14 @@ def local_values(tensor: Any) -> Tensor:
         return shard_of(tensor).values
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a type: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return a type of torch by its short name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -24,10 +24,10 @@ from ..base.atomic import (
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
 from ..base.limits import parse_json, parse_toml, read_json_object, read_text
+from ..checkpoint.same_run import LOCK, open_lock
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .run_record import SAMPLES, RunRecord, read_metrics
-from .same_run import LOCK, open_lock
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 from ..base.errors import LaunchError
+from ..model.tensor_shards import dtype_name
 from ..recipe.tables import Model, Recipe
-from .shard_files import dtype_name
-from .train_state import TrainState
+from .weights import Weights
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,16 +129,16 @@ def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
             )
 
 
-def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
+def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[str, str]:
     """Return the number types that the run uses, read from the loaded model."""
     types: dict[bool, set[str]] = {True: set(), False: set()}
-    for parameter in state.parameters(trained=False).values():
+    for parameter in held.parameters(trained=False).values():
         types[parameter.requires_grad].add(dtype_name(parameter.dtype))
     weights, frozen = (" and ".join(sorted(types[trained])) for trained in (True, False))
     accelerate_state: Any = accelerator.state
     gradients = weights
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero = state.optimizer.optimizer
+        zero = optimizer.optimizer
         weights = dtype_name(zero.fp32_partitioned_groups_flat[0].dtype)
         gradients = dtype_name(zero.gradient_accumulation_dtype)
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -151,7 +151,7 @@ def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
         "compute": dtype_name(half) if (half := half_dtype(accelerator)) else weights,
         "gradients": gradients,
         # A plugin's optimizer may store other types.
-        **({"optimizer": weights} if type(innermost(state.optimizer)) is AdamW else {}),
+        **({"optimizer": weights} if type(innermost(optimizer)) is AdamW else {}),
     }
 
 

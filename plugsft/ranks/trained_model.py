@@ -23,7 +23,7 @@ from .agree import together
 from .load_batches import BatchLoader
 from .precision import half_dtype
 from .sharding import is_sharded, shard_frozen_model
-from .train_state import TrainState
+from .weights import Weights
 
 
 class TrainedModel:
@@ -34,10 +34,10 @@ class TrainedModel:
     """
 
     def __init__(
-        self, run: Run, module: Module, loader: BatchLoader, load: Load, state: TrainState
+        self, run: Run, module: Module, loader: BatchLoader, load: Load, weights: Weights
     ) -> None:
         self.module, self.load = module, load
-        self._run, self._loader, self._state = run, loader, state
+        self._run, self._loader, self._weights = run, loader, weights
         self._accelerator, self._hooks = loader.accelerator, loader.hooks
         mixed = self._accelerator.mixed_precision != "no"
         self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
@@ -67,7 +67,7 @@ class TrainedModel:
         Temperature 0 is greedy. Random numbers depend on the seed and the step alone, and those of
         the training go on as before.
         """
-        plain: Any = self._state.plain
+        plain: Any = self._weights.plain
         sharded = is_sharded(self._accelerator)
         seed = self._run.recipe.train.seed, self._run.step
 
@@ -106,19 +106,19 @@ class TrainedModel:
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained weight, in float32; clone it to keep it."""
-        return self._state.shards()
+        return self._weights.shards()
 
     @contextmanager
     def swapped(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
         """Put other weights in place inside the block, and the trained ones back after it."""
         trained = {name: shard.clone() for name, shard in self.shards().items() if name in shards}
         with together(self._accelerator, "swapping weights"):
-            self._state.ensure_fitting(shards)
+            self._weights.ensure_fitting(shards)
         try:
-            self._state.set_shards(shards)
+            self._weights.set_shards(shards)
             yield
         finally:
-            self._state.set_shards(trained)
+            self._weights.set_shards(trained)
 
 
 def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:

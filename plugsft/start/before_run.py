@@ -16,6 +16,7 @@ from ..base.console import say
 from ..base.errors import CheckpointError, DataError, RecipeError
 from ..base.limits import parse_json, read_json_object
 from ..base.machine import Machine
+from ..checkpoint.same_run import MAY_DIFFER, STATE, ensure_same_run
 from ..data.render import lead_row, readable_format
 from ..data.slices import describe_unknown_columns
 from ..data.sources import open_source
@@ -29,7 +30,6 @@ from ..output.folder import (
     lock_output,
     results_of,
 )
-from ..output.same_run import MAY_DIFFER, STATE, ensure_same_run
 from ..ranks.launcher import watch_launcher
 from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.read import read

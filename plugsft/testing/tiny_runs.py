@@ -223,7 +223,7 @@ def train(
     loop.train(opened)
     lines = read_metrics(recipe.folder / "metrics.jsonl") if opened.is_main else []
     states = {name: dict(_flat(state)) for name, state in active.state_dicts().items()}
-    shards = opened.train_state.shards()
+    shards = opened.weights.shards()
     weights = {name: _checksum(shard) for name, shard in shards.items()}
     return Trained(lines, active.summaries(), weights, states)
 

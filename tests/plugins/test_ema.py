@@ -21,7 +21,7 @@ from saved_runs import (
     train,
 )
 
-from plugsft.output.checkpoint import name_in_file
+from plugsft.checkpoint.final_model import name_in_file
 
 DECAY, STEPS = 0.3, 6
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": STEPS, "learning_rate": 3e-3}

@@ -33,7 +33,7 @@ from transformers import (
 
 from plugsft import DataError, RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.output.checkpoint import ensure_saveable
+from plugsft.checkpoint.final_model import ensure_saveable
 from plugsft.plugins.reward.model import make_reward_model
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve

@@ -34,7 +34,7 @@ from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import Load, make_load
 from ...model.tensor_shards import num_weights
-from ...ranks.param_groups import optimizers_in
+from ...ranks.optimizer_checks import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active

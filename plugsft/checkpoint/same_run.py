@@ -12,7 +12,7 @@ from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-FORMAT = 4
+FORMAT = 5
 """Version of a checkpoint's files."""
 STATE, LOCK = "state.json", ".lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..base.atomic import MANIFEST, Stamp, stamp, sync
 from ..base.errors import CheckpointError
 from ..base.machine import available_memory, env_number
-from ..model.tensor_shards import TensorShard
+from ..model.tensor_shards import TensorShard, dtype_name
 
 OFFSETS = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
@@ -42,7 +42,7 @@ def owned_shards(rank: int, shards: Shards) -> Shards:
     return {
         name: shard
         for name, shard in shards.items()
-        if shard.values.numel() and (rank == 0 or shard.per_rank or not shard.whole)
+        if shard.values.numel() and (rank == 0 or not shard.whole)
     }
 
 
@@ -108,7 +108,6 @@ class ShardReader:
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
         self._shards: dict[str, list[tuple[int, int, Path]]] = {}
         """Tensor -> begin, end and file of each of its shards."""
         open_file: Any = safe_open
@@ -154,20 +153,6 @@ class ShardReader:
             "files of some rank are missing: all nodes must write to one file system"
         )
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        if next(self._shards_of(name), None) is None:
-            raise self.mismatch(name)
-        return self.shapes[name]
-
-    def names_of(self, kind: str) -> set[str]:
-        """Return the names of all tensors of a kind: "model" or "optimizer"."""
-        while self._read_next():
-            pass
-        return {
-            name.removeprefix(f"{kind}/") for name in self.shapes if name.startswith(f"{kind}/")
-        }
-
     def mismatch(self, name: str) -> CheckpointError:
         """Return the error for a tensor that does not fit the model."""
         return CheckpointError(
@@ -196,7 +181,6 @@ class ShardReader:
             values = file.get_slice(name)
             self._shards.setdefault(name, []).append((start, start + values.get_shape()[0], path))
             self.shapes[name] = tuple(shape)
-            self.dtypes[name] = values[:0].dtype
         return True
 
 
@@ -212,8 +196,3 @@ def _files(folder: Path) -> list[str]:
         return [*json.loads((folder / MANIFEST).read_text(encoding="utf8"))]
     except FileNotFoundError:
         return [path.name for path in folder.iterdir()]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name of a type: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

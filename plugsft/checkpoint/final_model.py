@@ -1,0 +1,127 @@
+"""The trained model as a Hugging Face folder: gathered, written, read back, and only then named."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..base.atomic import publish
+from ..base.errors import CheckpointError, RecipeError
+from ..data.load_tokenizer import end_generation
+from ..model.load import persistent_buffers
+from ..model.tensor_shards import TensorShard, shard_of
+from ..model.weight_files import Weights as Files
+from ..model.weight_files import converted_shapes, find_weight_files, meta_copy
+from ..ranks.agree import agreed
+from ..ranks.weights import Weights
+from ..recipe.capabilities import Capability
+from ..recipe.tables import Recipe
+
+
+def ensure_saveable(model: Any) -> None:
+    """Refuse a model that transformers could not save and load again.
+
+    Writes nothing: names and shapes go through transformers' renaming in both directions.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return
+    twin = meta_copy(model)
+    state = {**dict(twin.named_parameters()), **persistent_buffers(twin)}
+    wanted = {name: list(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
+    try:
+        written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
+        made = converted_shapes(twin, {name: [*tensor.shape] for name, tensor in written.items()})
+    except Exception as error:  # from transformers' conversions
+        raise _unsaveable(f"{type(error).__name__}: {error}") from error
+    lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
+    if lost:
+        raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
+
+
+def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model that transformers saves."""
+    ignored = model._keys_to_ignore_on_save or ()
+    return {name: tensor for name, tensor in state.items() if name not in ignored}
+
+
+def save_model(
+    accelerator: Accelerator, held: Weights, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> None:
+    """Publish the trained model after comparing the files with the weights."""
+    plain: Any = held.plain
+    # The folder of an adapter holds what was trained; its base stays where it is.
+    dtype = getattr(torch, recipe.model.dtype)
+    adapter = hasattr(plain, "peft_config")
+    weights: dict[str, Tensor] = {}
+    shards: dict[str, TensorShard] = {}
+    for name, parameter in held.parameters(trained=adapter).items():
+        whole = held.whole(parameter)
+        if accelerator.is_main_process:
+            shards[name] = held.shard(parameter)
+            weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
+    with agreed(accelerator, "writing the trained model"):
+        if accelerator.is_main_process:
+            buffers = {} if adapter else persistent_buffers(plain)
+            shards |= {name: shard_of(buffer) for name, buffer in buffers.items()}
+            end_generation(plain, tokenizer)
+            with publish(recipe.folder / "model", replace=True) as folder:
+                plain.save_pretrained(folder, state_dict=weights | buffers)
+                if not adapter:
+                    # transformers writes the type of the weights in memory.
+                    plain.config.dtype = dtype
+                    plain.config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                if adapter:
+                    stored = {name_in_file(name): shard for name, shard in shards.items()}
+                    ensure_written(folder, read_adapters(folder), stored, None)
+                else:
+                    files = Files(meta_copy(plain), find_weight_files(str(folder), None))
+                    ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
+
+
+def ensure_written(
+    folder: Path, weights: Files, shards: dict[str, TensorShard], dtype: torch.dtype | None
+) -> None:
+    """Compare the tensors of a written folder with the trained weights."""
+    with weights:
+        if missing := sorted({*shards} - {*weights.shapes}):
+            raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
+        if wrong := weights.differing(shards, dtype):
+            raise _broken(folder, wrong)
+
+
+def read_adapters(folder: Path) -> Files:
+    """Return the tensors of a folder of adapters."""
+    files: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files |= {name: str(path) for name in file.keys()}  # noqa: SIM118  # no dict
+    return Files(None, files)
+
+
+def name_in_file(name: str) -> str:
+    """Return the name in a file: peft leaves its own words out."""
+    name = name.replace("modules_to_save.default.", "").removesuffix(".default")
+    return name.replace(".default.", ".")
+
+
+def _broken(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.parent}: the trained model was not written as it is: {what}. The last checkpoint "
+        "holds all that was trained: --resume goes on from it"
+    )
+
+
+def _unsaveable(why: str) -> RecipeError:
+    return RecipeError(
+        "model.path: transformers "
+        f"{transformers.__version__} could not save and load this model: {why}. "
+        "Nothing was trained; use another version of transformers, or adapters "
+        f"({Capability.bundled('adapters').table})"
+    )

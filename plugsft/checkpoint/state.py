@@ -1,0 +1,120 @@
+"""What a training has changed: weights, optimizer, loss scale, and the state of plugins."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..base.errors import CheckpointError, PluginError
+from ..model.tensor_shards import TensorShard
+from ..ranks.loss_scale import LossScale
+from ..ranks.weights import Weights, ZeroWeights
+from . import optimizers
+from .files import ShardReader
+from .optimizers import FOLDER, OptimizerState, ZeroOptimizerState
+from .tree import Decoder, Encoder, Unstorable, where_in_plugin
+
+WEIGHTS = "model"
+PLUGINS = "plugins"
+STORABLE = (
+    "checkpoints store None, booleans, numbers, text, lists, tuples, dictionaries with text or "
+    "whole numbers as keys, tensors and WeightSlice"
+)
+
+
+class TrainState:
+    """What a training has changed on this rank, described for checkpoints and restored from them.
+
+    Nothing in here is a collective.
+    """
+
+    def __init__(self, weights: Weights, optimizer: OptimizerState, scale: LossScale) -> None:
+        self.weights = weights
+        self._optimizer, self._scale = optimizer, scale
+
+    def describe(
+        self, plugin_states: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, TensorShard]]:
+        """Return a description, the same on all ranks, and this rank's shards of its tensors.
+
+        `plugin_states`: plugin -> its state: plain values and tensors, the same on all ranks, and
+        `WeightSlice`.
+        """
+        weights = self.weights
+        encode = Encoder(weights.device, weights.parameters(trained=False))
+        named = weights.parameters()
+        for name, parameter in named.items():
+            encode.shards[f"{WEIGHTS}/{name}"] = weights.shard(parameter)
+        described: dict[str, Any] = {
+            "weights": [*named],
+            "loss_scale": self._scale.state(),
+            "plugin_states": {
+                name: _describe_plugin(encode, name, state) for name, state in plugin_states.items()
+            },
+            "refused": "",
+        }
+        try:
+            described["optimizers"] = self._optimizer.describe(encode)
+        except Unstorable as error:
+            what = error.name.removeprefix(f"{FOLDER}/")
+            described["refused"] = (
+                f"the optimizer's {what} is a {error.kind}, which they cannot store"
+            )
+            described["optimizers"] = []
+        return described, encode.shards
+
+    def restore(self, reader: ShardReader, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Restore the state of a checkpoint; return that of its plugins."""
+        weights = self.weights
+        if saved["refused"]:
+            raise CheckpointError(
+                f"{reader.folder}: cannot be resumed: {saved['refused']}; start again in another "
+                "output folder, or train the model of this checkpoint (plugsft export makes it)"
+            )
+        then, now = saved["sharding"], weights.sharding()
+        same = then == now or then["kind"] == now["kind"] == "whole"
+        parameters = weights.parameters(trained=False)
+        decode = Decoder(reader, weights.device, parameters, same)
+        named = weights.parameters()
+        ensure_same_parameters(reader, named, saved["weights"])
+        with torch.no_grad():
+            for name, parameter in named.items():
+                weights.fill(parameter, partial(reader.fill, f"{WEIGHTS}/{name}"))
+            weights.update_copies()
+            self._optimizer.restore(decode, saved["optimizers"])
+        self._scale.restore(saved["loss_scale"])
+        described = saved["plugin_states"].items()
+        return {name: decode(state, f"{PLUGINS}/{name}") for name, state in described}
+
+
+def train_state(weights: Weights, optimizer: Any, scale: LossScale) -> TrainState:
+    """Return the state of a training; made before the first step, as settings are compared."""
+    if isinstance(weights, ZeroWeights):
+        return TrainState(weights, ZeroOptimizerState(weights, optimizer.optimizer), scale)
+    return TrainState(weights, OptimizerState(weights, optimizer), scale)
+
+
+def ensure_same_parameters(
+    reader: ShardReader, named: Mapping[str, Any], saved: Collection[str]
+) -> None:
+    """Refuse a checkpoint in which other parameters were trained."""
+    if differing := {*named} ^ {*saved}:
+        raise reader.mismatch(min(differing))
+
+
+def named_parts(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a description by names for messages."""
+    parts: dict[str, Any] = {"the trained weights": described["weights"]}
+    for plugin, state in described["plugin_states"].items():
+        parts[f"the state of plugin '{plugin}'"] = state
+    for optimizer in described["optimizers"]:
+        parts |= optimizers.named_parts(optimizer)
+    return parts
+
+
+def _describe_plugin(encode: Encoder, name: str, state: Any) -> Any:
+    try:
+        return encode(state, f"{PLUGINS}/{name}")
+    except Unstorable as error:
+        raise PluginError(f"{where_in_plugin(error.name)} is a {error.kind}; {STORABLE}") from error

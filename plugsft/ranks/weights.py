@@ -1,0 +1,161 @@
+"""Where this rank's numbers of each weight lie, under any strategy.
+
+All of them in one process and under DDP, rows under FSDP2, and a range of the flat weight under
+ZeRO-3. Checkpoints and plugins see no other difference between the strategies.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from ..base.errors import PluginError
+from ..model.tensor_shards import TensorShard, local_values, shard_of
+from ..recipe.tables import short
+
+
+class Weights:
+    """This rank's weights: whole ones, or rows under FSDP2."""
+
+    def __init__(self, accelerator: Accelerator, model: Module) -> None:
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self.device = accelerator.device
+        self._wrapped, self.plain = model, accelerator.unwrap_model(model)
+
+    def parameters(self, trained: bool = True) -> dict[str, Any]:
+        """Return the trained parameters, or all, by their names in the plain model."""
+        for module in self._wrapped.modules():
+            if isinstance(module, FSDPModule):
+                # After an evaluation the last modules are still gathered.
+                module.reshard()
+        named = self.plain.named_parameters()
+        return {
+            name: parameter for name, parameter in named if parameter.requires_grad or not trained
+        }
+
+    def sharding(self) -> dict[str, Any]:
+        """Describe the sharding; checkpoints keep it."""
+        divided = any(isinstance(it, DTensor) for it in self.plain.parameters())
+        return {"kind": "rows" if divided else "whole", "ranks": self.ranks}
+
+    def shard(self, parameter: Any) -> TensorShard:
+        """Return this rank's shard of a parameter; a view where possible."""
+        return shard_of(parameter)
+
+    def local(self, parameter: Any) -> Tensor:
+        """Return the same in the shape that this rank has; a view where possible."""
+        return local_values(parameter)
+
+    def whole(self, parameter: Any) -> Tensor:
+        """Gather a whole parameter; a collective."""
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+    def write(self, parameter: Any, values: Tensor) -> None:
+        """Write this rank's numbers of a trained parameter."""
+        local_values(parameter).copy_(values)
+
+    def fill(self, parameter: Any, read: Callable[[TensorShard], None]) -> None:
+        """Let `read` fill this rank's shard of a trained parameter."""
+        read(shard_of(parameter))
+
+    def update_copies(self) -> None:
+        """Update what the forward pass computes with, where it is a copy of the weights."""
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's part of each trained weight, in float32 and by name.
+
+        It may be a view, which training changes: clone it to keep it.
+        """
+        return {name: self.local(it).float() for name, it in self.parameters().items()}
+
+    def set_shards(self, shards: Mapping[str, Tensor]) -> None:
+        """Write parts of weights, as `shards` returns them; all ranks call it alike."""
+        named = self.parameters()
+        with torch.no_grad():
+            for name, values in shards.items():
+                self.write(named[name], values)
+            self.update_copies()
+
+    def ensure_fitting(self, shards: Mapping[str, Tensor]) -> None:
+        """Refuse parts of weights that `set_shards` cannot write; nothing is written yet."""
+        named = self.parameters()
+        for name, values in shards.items():
+            if name not in named:
+                raise PluginError(f"'{name}' is no trained weight of the model")
+            if not isinstance(values, Tensor):
+                raise PluginError(f"{name}: a part is a tensor, not {short(values)}")
+            if values.shape != (shape := self.local(named[name]).shape):
+                raise PluginError(
+                    f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
+                )
+
+
+class ZeroWeights(Weights):
+    """The weights of ZeRO-3: equal ranges of each flat float32 weight, the last one padded.
+
+    The forward pass uses copies in the model's type; each rank has small ones of them whole.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Module, zero: Any) -> None:
+        super().__init__(accelerator, model)
+        deepspeed: Any = importlib.import_module("deepspeed")
+        self._gathered, self.access = deepspeed.zero.GatheredParameters, deepspeed.utils
+        self._zero = zero
+
+    def sharding(self) -> dict[str, Any]:
+        """Describe the sharding: weights are joined before they are divided."""
+        flat = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
+        return {"kind": "numbers", "ranks": self.ranks, "joined": flat}
+
+    def shard(self, parameter: Any) -> TensorShard:
+        """Return this rank's shard of a parameter."""
+        trained = parameter.requires_grad
+        return self.range_of(
+            parameter,
+            self.access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
+        )
+
+    def range_of(self, parameter: Any, padded: Tensor) -> TensorShard:
+        """Return this rank's shard of a tensor that is padded and divided like a parameter."""
+        start = self.rank * parameter.ds_tensor.ds_numel
+        size = max(0, min(padded.numel(), parameter.ds_numel - start))
+        return TensorShard(padded[:size], start, tuple(parameter.ds_shape))
+
+    def local(self, parameter: Any) -> Tensor:
+        """Return this rank's numbers of a parameter; a view where possible."""
+        return self.shard(parameter).values
+
+    def whole(self, parameter: Any) -> Tensor:
+        """Gather a whole parameter; a collective."""
+        if parameter.requires_grad:
+            return self.access.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
+        with self._gathered([parameter]):
+            return parameter.detach().clone()  # type: ignore[no-any-return]
+
+    def write(self, parameter: Any, values: Tensor) -> None:
+        """Write this rank's numbers of a trained parameter."""
+        padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
+        padded[: len(values)] = values
+        self.access.safe_set_local_fp32_param(parameter, padded)
+
+    def fill(self, parameter: Any, read: Callable[[TensorShard], None]) -> None:
+        """Let `read` fill this rank's shard of a trained parameter."""
+        shard = self.range_of(parameter, torch.zeros_like(parameter.ds_tensor, dtype=torch.float32))
+        read(shard)
+        self.write(parameter, shard.values)
+
+    def update_copies(self) -> None:
+        """Copy the float32 numbers to those in the model's type, and drop whole copies.
+
+        The next forward gathers the weights, as after an optimizer step.
+        """
+        for parameter in self.parameters().values():
+            parameter.ds_tensor.copy_(self.access.safe_get_local_fp32_param(parameter))
+        self._zero.parameter_offload.partition_all_parameters()
+        self._zero.invalidate_secondary_tensor()
