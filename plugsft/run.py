@@ -176,7 +176,7 @@ class OpenRun:
 
     @contextmanager
     def lifecycle(self) -> Iterator[None]:
-        """End the run, however it ends: notify the plugins, write record and report."""
+        """End the run, however it ends: notify the plugins, and close the record."""
         notified = False
         try:
             with (
@@ -195,8 +195,6 @@ class OpenRun:
         except BaseException as error:
             self._end_early(error, notified)
             raise
-        finally:
-            self.record.write_report()
 
     def _begin(self) -> None:
         """Notify the plugins, then start the record in place of an earlier run's results."""

@@ -60,12 +60,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_509, "data": 20_994, "lab": 12_306, "ranks": 9_568, "model": 10_629,
-    "start": 3_004, "export": 5_095, "checkpoint": 6_899, "audit": 8_076,
-    "output": 8_008, "tokens": 5_497, "base": 6_002, "modules beside the rooms": 4_878,
+    "commands": 13_509, "data": 20_994, "lab": 12_306, "ranks": 9_545, "model": 10_629,
+    "start": 3_054, "export": 5_095, "checkpoint": 6_893, "audit": 8_076,
+    "output": 7_990, "tokens": 5_497, "base": 6_002, "modules beside the rooms": 4_873,
     "api": 3_618, "recipe": 4_571, "registry": 3_616, "batches": 3_031, "testing": 2_707,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 132_008, 41_866, 73_426
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 132_006, 41_866, 70_886
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -21,8 +21,8 @@ from plugsft.data.readers import remote
 from plugsft.lab.trials import run_process
 from plugsft.model.load import Load
 from plugsft.output.folder import ensure_inputs, lock_output
+from plugsft.output.metrics import read_metrics
 from plugsft.output.record import keep_lines
-from plugsft.output.run_record import read_metrics
 from plugsft.plugins.push.uploads import Uploads
 from plugsft.registry.load import load
 

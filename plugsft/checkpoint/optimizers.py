@@ -22,8 +22,6 @@ from ..ranks.weights import Weights, ZeroWeights
 from .tree import PLAIN, RESUME_ALIKE, Decoder, Encoder, Unstorable
 
 FOLDER = "optimizer"
-SCHEDULED = "lr"
-"""The value that the schedule sets before each step."""
 STATE_DICT_KEYS = ("state", "param_groups")
 """The keys of every optimizer's `state_dict`."""
 Values = dict[str, Any]
@@ -183,7 +181,8 @@ def settings_of(encode: Encoder, optimizer: Optimizer, folder: str) -> list[Valu
     described = [attributes]
     for number, group in enumerate(optimizer.param_groups):
         described.append({})
-        for key in sorted({*group} - {"params", SCHEDULED}):
+        # The schedule sets the learning rate before each step.
+        for key in sorted({*group} - {"params", "lr"}):
             try:
                 described[-1][key] = encode(group[key], f"{folder}/groups/{number}/{key}")
             except Unstorable:

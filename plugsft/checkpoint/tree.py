@@ -34,7 +34,6 @@ KEYS = bool | int | str
 """Types of a dictionary's keys that JSON holds exactly, in a list of pairs."""
 TENSORS = (Tensor, torch.nn.Parameter, DTensor)
 """Types of tensors that are stored; subclasses may hold more than their numbers."""
-ANOTHER_SHAPE = "DTensor of another shape than its weight"
 RESUME_ALIKE = "resume with the launcher and the number of ranks that wrote it"
 
 
@@ -84,7 +83,7 @@ class Encoder:
             self.shards[name] = shard_of(tensor.contiguous())
             return described | {"like_weight": name}
         if isinstance(tensor, DTensor):
-            raise Unstorable(name, ANOTHER_SHAPE)
+            raise Unstorable(name, "DTensor of another shape than its weight")
         if tensor.numel() <= MAX_JSON_NUMBERS and not tensor.is_complex():
             return described | {"values": tensor.tolist()}
         self.shards[name] = shard_of(tensor.contiguous())

@@ -28,7 +28,7 @@ from ..data.prepare import Prepared, prepare
 from ..hooks import DATA
 from ..model.checks import check_recipe
 from ..model.config import check_ids
-from ..output.run_record import read_metrics
+from ..output.metrics import read_metrics
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active

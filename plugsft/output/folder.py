@@ -27,7 +27,8 @@ from ..base.limits import parse_json, parse_toml, read_json_object, read_text
 from ..checkpoint.same_run import LOCK, open_lock
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
-from .run_record import SAMPLES, RunRecord, read_metrics
+from .metrics import SAMPLES, read_metrics
+from .run_record import RunRecord
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""

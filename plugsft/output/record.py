@@ -1,4 +1,4 @@
-"""Writes a run's recipe.toml, run.json, metrics.jsonl and report.html."""
+"""Writes a run's recipe.toml, run.json and metrics.jsonl; start/ makes the report of them."""
 
 import importlib.metadata
 import json
@@ -13,15 +13,13 @@ import torch
 
 from ..base.atomic import discard, is_published, list_checkpoints, write_text, writing
 from ..base.console import hide_queries, say
-from ..base.errors import PlugsftError, reason_of
 from ..base.machine import Machine, peak_memory
 from ..hooks import hookimpl
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
 from ..registry.active import Active, options_of
 from ..tokens.store import Tokens
-from . import report
-from .run_record import SAMPLES, read_metrics
+from .metrics import SAMPLES, read_metrics
 
 AVERAGED = (
     *("step_seconds", "data_wait_seconds", "tokens", "trained_tokens"),
@@ -129,8 +127,13 @@ class Record:
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         self.write()
 
+    @property
+    def begun(self) -> bool:
+        """Whether this process has begun to write the record of this run."""
+        return self._metrics is not None
+
     def close(self) -> None:
-        """Write the plugins' summaries and the report; print what is new."""
+        """Add the plugins' summaries; print what is new."""
         # After the notice `finished`, in which a plugin may still compute its summary.
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (plugin for plugin in now if plugin not in before):
@@ -144,16 +147,6 @@ class Record:
                 "micro-batch, waited for data {data_wait_share:.1%} of the time; busiest rank "
                 "{imbalance:.2f}x the average".format(**self.run["batches"])
             )
-
-    def write_report(self) -> None:
-        """Write run.json and the report; an error here must not hide how the run ended."""
-        if self._metrics is None:
-            return
-        try:
-            self.write()
-            report.write(self.folder)
-        except (OSError, PlugsftError) as error:
-            say(f"warning: no report: {reason_of(error)}")
 
     def write(self) -> None:
         """Write run.json with its current content; facts of plugins that JSON lacks, as text."""

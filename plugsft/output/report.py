@@ -9,7 +9,8 @@ from typing import Any
 
 from ..base.atomic import write_text
 from ..base.errors import reason_of
-from .run_record import SAMPLES, Points, RunRecord, finite, read_metrics
+from .metrics import SAMPLES, read_metrics
+from .run_record import Points, RunRecord, finite
 
 SKELETON = Path(__file__).with_name("report.html")
 HEAD = Path(__file__).with_name("head.html")

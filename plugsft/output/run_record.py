@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..base.limits import TABLES, check_depth, parse_json, read_json_object
+from ..base.limits import TABLES, check_depth, read_json_object
+from .metrics import read_metrics
 
-SAMPLES = "samples.jsonl"
-"""File in the output: step, prompt and answer in each line."""
 FIGURES = {
     "loss": ("loss of the last step", "final", "loss", "{:.4f}"),
     "eval": ("evaluation loss", "final", "eval_loss", "{:.4f}"),
@@ -199,17 +197,6 @@ class RunRecord(Table):
         known = (key for key in series if key not in NOT_CURVES and finite(series[key]))
         # Of too many curves, the last ones are left out: never a loss.
         return {key: series[key] for key in sorted(known, key=lambda key: not key.endswith("loss"))}
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl that have a step; a killed run leaves a partial one."""
-    lines = []
-    for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
-        with suppress(TypeError, ValueError):
-            line = check_depth(parse_json(text), 2)
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
-    return lines
 
 
 def number(value: object) -> float | None:

@@ -67,7 +67,8 @@ class Vote:
     """What a rank tells the others as it enters an operation."""
 
     operation: str
-    error: Exception | None = None
+    failure: str | None = None
+    """Why this rank failed in it, or before."""
     fatal: bool = True
     """Whether this rank cannot even save a checkpoint after its error."""
     stop: str = ""
@@ -78,52 +79,47 @@ class Vote:
     @property
     def level(self) -> int:
         """How bad it is: 0 fine, 1 stop or failed but able to save, 2 failed."""
-        return 2 if self.error and self.fatal else int(bool(self.error or self.stop or self.signal))
+        failed = self.failure is not None
+        return 2 if failed and self.fatal else int(failed or bool(self.stop or self.signal))
 
 
-@dataclass(frozen=True)
-class Report:
-    """A vote as the other ranks see it."""
-
-    operation: str
-    failure: str | None
-    fatal: bool
-    stop: str
-    signal: str
-
-
-def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> list[Report]:
-    """Exchange votes before an operation; return the ranks' reports unless all are fine.
+def vote(
+    accelerator: Accelerator,
+    own: Vote,
+    error: Exception | None = None,
+    patience: float = PATIENCE,
+) -> list[Vote]:
+    """Exchange votes before an operation; return those of all ranks, unless all are fine.
 
     One small all-reduce on the host; texts are sent only if a rank failed or asks to stop.
     """
     if accelerator.num_processes == 1:
-        return [_report(ballot)] if ballot.level else []
-    late = ballot.error and threading.Timer(patience, failure.publish, [ballot.error])
+        return [own] if own.level else []
+    late = error and threading.Timer(patience, failure.publish, [error])
     try:
         if late:
             late.start()
-        if _equal(ballot.operation, ballot.level):
+        if _equal(own.operation, own.level):
             return []
-        return _gathered(_report(ballot))
+        return _gathered(own)
     except Exception as lost:
         # The others have ended, and this rank's own error says why.
-        raise_failures([], ballot.error)
+        raise_failures([], error)
         raise lost
     finally:
         if late:
             late.cancel()
 
 
-def raise_failures(reports: Sequence[Report], error: Exception | None) -> None:
+def raise_failures(votes: Sequence[Vote], error: Exception | None) -> None:
     """Raise this rank's own error, another rank's failure, or that the operations differ."""
     if error is not None:
         setattr(error, KNOWN, True)
         raise error
-    for rank, report in enumerate(reports):
-        if report.failure is not None:
-            raise PeerError(f"rank {rank} failed in {report.operation}: {report.failure}")
-    operations = [report.operation for report in reports]
+    for rank, one in enumerate(votes):
+        if one.failure is not None:
+            raise PeerError(f"rank {rank} failed in {one.operation}: {one.failure}")
+    operations = [one.operation for one in votes]
     if len({*operations}) > 1:
         raise TrainError(f"the ranks are at different operations: {_groups(operations)}")
 
@@ -139,7 +135,8 @@ def agreed(accelerator: Accelerator, operation: str, patience: float = PATIENCE)
         yield
     except Exception as caught:
         error = caught
-    raise_failures(vote(accelerator, Vote(operation, error), patience), error)
+    own = Vote(operation, None if error is None else reason_of(error))
+    raise_failures(vote(accelerator, own, error, patience), error)
 
 
 @contextmanager
@@ -225,11 +222,6 @@ def _equal(text: str, level: int = 0) -> bool:
     total = torch.tensor([number])
     dist.all_reduce(total, dist.ReduceOp.SUM, host_group())
     return not level and int(total) == number * dist.get_world_size()
-
-
-def _report(ballot: Vote) -> Report:
-    reason = None if ballot.error is None else reason_of(ballot.error)
-    return Report(ballot.operation, reason, ballot.fatal, ballot.stop, ballot.signal)
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from ..base.console import say_at_once
 from ..base.errors import Stopped
 from .agree import Vote, raise_failures, vote
+from .failures import reason_of
 from .launcher import launcher_ended
 
 
@@ -66,17 +67,19 @@ class Stopping:
             caught = raised
         error = self._error or caught
         fatal = self._fatal or caught is not None
-        own = self._signal or ("the end of its launcher" if launcher_ended() else "")
-        reports = vote(accelerator, Vote(operation, error, fatal, self._request, own))
-        if not reports:
+        end = self._signal or ("the end of its launcher" if launcher_ended() else "")
+        failure = None if error is None else reason_of(error)
+        own = Vote(operation, failure, fatal, self._request, end)
+        votes = vote(accelerator, own, error)
+        if not votes:
             return
-        failed = [report for report in reports if report.failure is not None]
+        failed = [one for one in votes if one.failure is not None]
         # Ranks that came to different operations could not save together.
-        together = len({report.operation for report in reports}) == 1
-        self.can_save = together and bool(failed) and not any(report.fatal for report in failed)
-        raise_failures(reports, error)
-        self.signal = next((report.signal for report in reports if report.signal), "")
-        self.reason = self.signal or next(report.stop for report in reports if report.stop)
+        together = len({one.operation for one in votes}) == 1
+        self.can_save = together and bool(failed) and not any(one.fatal for one in failed)
+        raise_failures(votes, error)
+        self.signal = next((one.signal for one in votes if one.signal), "")
+        self.reason = self.signal or next(one.stop for one in votes if one.stop)
 
     def raise_stopped(self, step: int, output: str) -> None:
         """End the run on all ranks, if a signal asked for it."""

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.console import say
-from ..base.errors import RecipeError
+from ..base.errors import PlugsftError, RecipeError, reason_of
 from ..recipe.capabilities import Capability
 
 if TYPE_CHECKING:
+    from ..output.record import Record
     from ..recipe.tables import Recipe, Source
     from ..registry.active import Active
 
@@ -59,7 +60,24 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
         for warning in warnings_of(recipe, machine.world_size):
             say(f"warning: {warning}")
         with ending_together(recipe.output):
-            loop.train(run.open(recipe, active, machine, checkpoints))
+            opened = run.open(recipe, active, machine, checkpoints)
+            try:
+                loop.train(opened)
+            finally:
+                write_report(opened.record)
+
+
+def write_report(record: Record) -> None:
+    """Write run.json and its page; an error here must not hide how the run ended."""
+    from ..output import report
+
+    if not record.begun:
+        return
+    try:
+        record.write()
+        report.write(record.folder)
+    except (OSError, PlugsftError) as error:
+        say(f"warning: no report: {reason_of(error)}")
 
 
 def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:

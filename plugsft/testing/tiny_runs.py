@@ -29,7 +29,7 @@ from ..base.types import Slice, WeightSlice
 from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
-from ..output.run_record import read_metrics
+from ..output.metrics import read_metrics
 from ..ranks.agree import PeerError
 from ..ranks.failures import reason_of
 from ..registry.active import check
