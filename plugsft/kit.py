@@ -1,7 +1,6 @@
 """Tools for plugins that train. It imports torch; `plugsft.data_kit` does not."""
 
-from .batches.labels import model_inputs, trained_rows
-from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
+from .batches.labels import buffer, make_labels, model_inputs, trained_rows
 from .model import fused_head
 from .model.answers import lay_out
 from .model.for_plugins import decay_groups, decoder_layers
@@ -10,20 +9,18 @@ from .model.tensor_shards import num_weights, shard_of, whole_shape
 from .model.weight_files import meta_copy
 
 __all__ = [
-    "attend_per_document",
+    "buffer",
     "decay_groups",
     "decoder_layers",
-    "documents_of",
     "find_modules",
     "fused_head",
     "lay_out",
+    "make_labels",
     "meta_copy",
     "meta_model",
     "model_inputs",
     "num_weights",
-    "pack",
     "shard_of",
-    "single_document",
     "trained_rows",
     "whole_shape",
 ]

@@ -15,7 +15,7 @@ from .base.atomic import damage, step_folder
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import format_count, say
-from .base.errors import Stopped
+from .base.errors import PluginError, Stopped
 from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
@@ -29,7 +29,6 @@ from .model.checks import check_recipe, check_weights
 from .model.config import check_ids
 from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
-from .model.packing_proof import packed_model
 from .model.schedule import Schedule, long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
@@ -45,6 +44,7 @@ from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, weights_
 from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
 from .ranks.trained_model import TrainedModel, work_with_weights
+from .recipe.capabilities import Capability
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
 
@@ -80,8 +80,8 @@ class OpenRun:
         self.record = Record(recipe, machine, active)
         self.facts = self.record.run
         """The content of run.json. A plugin may add a table under its own name."""
-        self.packed = packed_model(recipe)
-        defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(self.packed)
+        self.packing = recipe.provides("packed_rows")
+        defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
         self.active = active.attach(*defaults, self.record)
         self.hooks = active.hooks
         check_recipe(recipe, active, machine)
@@ -107,12 +107,10 @@ class OpenRun:
         self.weights = weights_of(self.accelerator, self.module, self.optimizer)
         self.loss_scale = LossScale(self.accelerator)
         self.loader = BatchLoader(
-            self.hooks, self.accelerator, pad_id(self.tokenizer), bool(self.packed)
+            self.hooks, self.accelerator, pad_id(self.tokenizer), bool(self.packing)
         )
         self.ranks = RankGroup(self.accelerator, self.hooks)
         self.model = TrainedModel(self, self.module, self.loader, self.load, self.weights)
-        if self.packed:  # not a plugin's hook, which another plugin could replace
-            self.packed.prove(self.module, self.model.exact)
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
         self.tokens = add_columns(tokens=data.tokens)
         self.evaluation_tokens: Any = data.evaluation and add_columns(tokens=data.evaluation)
@@ -205,6 +203,12 @@ class OpenRun:
                 "per_epoch": self.plan.per_epoch,
             }
             self.notify("ready")
+            if self.packing and "packed_rows" not in self.facts:
+                raise PluginError(
+                    f"{self.packing.table} packs rows, and has not proved that the model computes "
+                    "their documents apart: its class must inherit `Packer` of "
+                    f"{Capability.bundled('packed_rows').table}, and its hooks call super()'s"
+                )
         with self.agreed("beginning the record"):
             self.record.open(self.step, evaluates=self.evaluation_due())
 
@@ -373,9 +377,6 @@ def describe(run: OpenRun) -> None:
         f"{strategy}" + (f" of {ranks}" if ranks > 1 else "")
     )
     say(f"precision: {record.run['precision']}")
-    if run.packed is not None:
-        record.run["packed_rows"] = run.packed.proof
-        say(f"packed rows: {run.packed.proof}")
     if recipe.loses_small_steps:
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:

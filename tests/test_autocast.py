@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.labels import IGNORED
-from plugsft.batches.packed_rows import documents_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import make_load
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.registry.active import check
 from plugsft.registry.load import load
 

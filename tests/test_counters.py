@@ -161,7 +161,7 @@ def test_merged_slices_add_up():
 
 
 def test_a_micro_batch_without_examples_is_not_counted_as_empty_space(monkeypatch):
-    monkeypatch.setattr("plugsft.kit.pack", lambda tokens, examples: {})
+    monkeypatch.setattr("plugsft.plugins.bfd_packing.documents.pack", lambda tokens, examples: {})
     packing = BfdPacking(capacity=20)
     packing.max_tokens = 20
     tokens = SimpleNamespace(lengths=np.array([4, 6]))

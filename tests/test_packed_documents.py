@@ -17,12 +17,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import RecipeError
-from plugsft.base.errors import TrainError
+from plugsft import PluginError, RecipeError
 from plugsft.base.types import Shard
 from plugsft.batches.labels import IGNORED
-from plugsft.batches.packed_rows import ATTENTION, attend
-from plugsft.kit import attend_per_document, documents_of, pack
+from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of, pack
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
@@ -110,7 +109,7 @@ def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
 
 def test_padded_rows_and_caches_are_refused_by_name():
     model = make(MODELS["llama"])
-    with pytest.raises(TrainError, match="called with padded rows"):
+    with pytest.raises(PluginError, match="called with padded rows"):
         model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
     alone = make(MODELS["llama"], "sdpa")
     ids = torch.arange(5)[None]

@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from plugsft import Capability, RecipeError
-from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
-from plugsft.model.packing_proof import (
+from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
+from plugsft.plugins.bfd_packing.packer import Longest
+from plugsft.plugins.bfd_packing.proof import (
     NO_LIMIT_REACHED,
     OWN_CODE,
     ROUTED,
-    Longest,
     build_small_copy,
     cached_probe,
     find_problem,
@@ -159,10 +159,10 @@ def test_a_start_pays_once_for_a_configuration(home):
     model = Outside(LlamaConfig())
     assert cached_probe(model, NO_LIMIT_REACHED)["leak"] == 0
     [entry] = (home.parent / "twins").iterdir()
-    built = (entry / "facts.json").stat()
+    built = entry.stat()
     # No limit is reached by this run either: it is the same twin.
     assert cached_probe(model, Longest(200, 200))["leak"] == 0
-    again = (entry / "facts.json").stat()
+    again = entry.stat()
     assert (built.st_ino, built.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)
     cached_probe(Outside(LlamaConfig(hidden_act="relu")), NO_LIMIT_REACHED)
     assert len([*(home.parent / "twins").iterdir()]) == 2

@@ -16,6 +16,7 @@ from plugsft.commands.overview import summary_of
 from plugsft.commands.starting_files import FILES
 from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
+from plugsft.plugins.bfd_packing.documents import documents_of, pack
 from plugsft.ranks.agree import RankGroup
 from plugsft.ranks.trained_model import TrainedModel
 from plugsft.registry.contracts import SPECS
@@ -147,8 +148,8 @@ def test_the_attributes_of_tokens_are_there_with_their_arguments(tokens):
 def test_the_names_in_batches_are_there(tokens):
     examples = np.arange(3)
     padded = ModelDefaults().collate(tokens=tokens, examples=examples, pad=0)
-    packed = kit.pack(tokens, examples)
-    shared = kit.documents_of(np.full(2, 2), seen=np.array([0, 1]))
+    packed = pack(tokens, examples)
+    shared = documents_of(np.full(2, 2), seen=np.array([0, 1]))
     assert {*names_in("batch")} == {*padded, *packed, *shared, "_rows", "_target_weights"}
     kinds = {"padded": {*padded} - {*packed}, "packed": {*packed} - {*padded}}
     for kind, names in kinds.items():

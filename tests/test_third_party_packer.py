@@ -10,8 +10,10 @@ from test_packing_proof import FRESH
 from transformers import AutoModelForCausalLM, MambaConfig
 
 ROWS = """
+from plugsft.plugins.bfd_packing import Packer
+
 @plugin(provides={"packed_rows": "most"})
-class Rows:
+class Rows(Packer):
     "Fill packed rows in the order of the examples."
 
     most: int = 96
@@ -45,12 +47,8 @@ class Rows:
         return [parts[rank::ranks] for rank in range(ranks)]
 
     @hookimpl
-    def add_columns(self, tokens):
-        return tokens  # in place of the core's answer; the proof is no part of that
-
-    @hookimpl
     def collate(self, tokens, examples):
-        from plugsft.kit import pack
+        from plugsft.plugins.bfd_packing.documents import documents_of, pack
 
         return pack(tokens, examples)
 """
@@ -60,9 +58,7 @@ PACK = "return pack(tokens, examples)"
 WITHOUT = """batch = pack(tokens, examples)
         del batch["documents"]
         return batch"""
-REVERSED = """from plugsft.kit import documents_of
-
-        return pack(tokens, examples) | documents_of(tokens.lengths[examples][::-1])"""
+REVERSED = """return pack(tokens, examples) | documents_of(tokens.lengths[examples][::-1])"""
 LOADED = """return pack(tokens, examples)
 
     @hookimpl
@@ -75,19 +71,32 @@ LOADED = """return pack(tokens, examples)
         return loaded"""
 LONGER = """import numpy as np
         import torch
-        from plugsft.kit import documents_of
 
         batch, lengths = pack(tokens, examples), tokens.lengths[examples]
         for name, value in (("input_ids", 1), ("labels", -100)):
             inserted = np.insert(batch[name][0].numpy(), np.cumsum(lengths), value)
             batch[name] = torch.from_numpy(inserted)[None]
         return batch | documents_of(lengths + 1)"""
+WITHOUT_BASE = ROWS.replace("(Packer)", "")
+OWN_COLUMNS = f"""{PACK}
+
+    @hookimpl
+    def add_columns(self, tokens):
+        return tokens"""
+REPLACED = """
+@plugin(after=["*"])
+class Replaced:
+    @hookimpl
+    def add_columns(self, tokens):
+        return tokens
+"""
 
 
 @pytest.fixture
 def recipe(tiny, tmp_path, monkeypatch, request):
     """Return a recipe whose rows a stranger's plugin packs."""
-    rows = ROWS.replace(PACK, getattr(request, "param", PACK))
+    change = getattr(request, "param", PACK)
+    rows = change if change == WITHOUT_BASE else ROWS.replace(PACK, change)
     activate(install(tmp_path / "site", rows=rows), monkeypatch)
     train = {"batch_size": 8, "micro_batch": 1, "steps": 6}
     return tiny(rows=chats(21), train=train, plugins={"rows": {}})
@@ -111,6 +120,21 @@ def test_it_learns_what_padded_rows_teach_and_its_documents_are_proved_apart(rec
     again = run_plugsft(tmp_path / "run/recipe.toml", f"output={tmp_path / 'again'}")
     assert "packed rows: documents proved apart" in again.stdout
     assert curve(tmp_path / "again") == curve(tmp_path / "run")
+
+
+@pytest.mark.parametrize("recipe", [WITHOUT_BASE, OWN_COLUMNS], indirect=True)
+def test_a_packer_without_the_proof_is_refused(recipe):
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "step 1/" not in result.stdout
+    message = "error: [plugins.rows] packs rows, and has not proved that the model computes their"
+    assert result.stderr.startswith(message) and "Traceback" not in result.stderr
+
+
+def test_another_plugins_answer_does_not_replace_the_proof(recipe, tmp_path, monkeypatch):
+    activate(install(tmp_path / "other", replaced=REPLACED), monkeypatch)
+    result = run_plugsft(recipe, "plugins.replaced={}", "train.steps=1")
+    assert result.returncode == 0, result.stderr
+    assert "packed rows: documents proved apart" in result.stdout
 
 
 def test_a_model_that_leaks_is_refused_with_its_name(recipe, tmp_path):

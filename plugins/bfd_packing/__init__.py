@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Batch, Ints, Layouts, Recipe, Train, hookimpl, plugin, state
+from plugsft import (
+    Batch,
+    Ints,
+    Layouts,
+    ModelLoad,
+    Recipe,
+    RunModel,
+    Train,
+    hookimpl,
+    plugin,
+    state,
+)
 
 from .options import ensure_options_work
+from .packer import Packer as Packer
 
 if TYPE_CHECKING:
     from plugsft.data_kit import Tokens
@@ -22,7 +34,7 @@ TYPICAL = 50_000
 
 
 @plugin(provides={"packed_rows": "capacity"}, affects_results=["scope", "overlong"])
-class BfdPacking:
+class BfdPacking(Packer):
     """Pack examples into full micro-batches (best-fit decreasing); no attention across examples.
 
     scope = "step" keeps the examples of each step, and does not affect results. scope = "dataset"
@@ -56,25 +68,26 @@ class BfdPacking:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Set the capacity; refuse settings that packing would ignore."""
+        super().check(recipe)
         self.max_tokens = recipe.packed_capacity()
         self.sequences = 2 if recipe.provides("preference_pairs") else 1
         ensure_options_work(self, recipe)
 
     @hookimpl(wrapper=True)
-    def optimize_model(self) -> Generator[None, Any, Any]:
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Measure the cost of the model's attention."""
         from .attention_cost import break_even_length
 
-        model = yield
+        model = yield from super().optimize_model(load)
         self.break_even = break_even_length(model)
         return model
 
     @hookimpl(wrapper=True)
-    def add_columns(self) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Refuse, truncate or split overlong examples."""
         from .overlong import cut_overlong
 
-        tokens = yield
+        tokens = yield from super().add_columns(model)
         fitting, cuts = cut_overlong(tokens, self.max_tokens, self.overlong)
         self.cuts.append(cuts)
         return fitting
@@ -102,7 +115,7 @@ class BfdPacking:
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints) -> Batch:
         """Pack examples into one row; with scope = "dataset", pad it to the capacity."""
-        from plugsft.kit import pack
+        from .documents import pack
 
         num_tokens = int(tokens.lengths[examples].sum())
         with COUNTING:

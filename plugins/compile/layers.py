@@ -6,10 +6,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft.kit import attend_per_document, decoder_layers
+from plugsft.kit import decoder_layers
 
 BACKEND = "inductor"
 CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
@@ -19,7 +18,6 @@ CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
 def compile_layers(model: Any, mode: str, dynamic: bool) -> int:
     """Replace each decoder layer's forward by a compiled one; return the number of layers."""
     layers = decoder_layers(model, "are known to compile; remove [plugins.compile]")
-    _exclude_attention()
     programs = {
         kind: torch.compile(forward_of(kind), dynamic=dynamic, mode=mode, backend=BACKEND)
         for kind in {*map(type, layers)}
@@ -32,13 +30,6 @@ def compile_layers(model: Any, mode: str, dynamic: bool) -> int:
 def set_compiling(compiling: bool) -> None:
     """Run layers by their programs, or uncompiled."""
     torch.compiler.set_stance("default" if compiling else "force_eager")
-
-
-def _exclude_attention() -> None:
-    """Run attention per document uncompiled: its loop differs for each number of documents."""
-    interface: Any = AttentionInterface
-    name, uncompiled = attend_per_document(), torch.compiler.disable
-    interface.register(name, uncompiled(interface()[name]))  # type: ignore[no-untyped-call]
 
 
 def forward_of(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from plugsft import Capability, ModelLoad, Recipe, RecipeError
-from plugsft.kit import attend_per_document
 
 from .varlen import attend, fastest_kernel, operator_is_exact
 
@@ -259,7 +258,7 @@ def register_kernel(kernel: str, packed: bool) -> str:
         AttentionInterface.register(VARLEN, partial(attend, kernel=fastest_kernel("cuda")))
         return VARLEN
     if kernel == "sdpa":
-        return attend_per_document() if packed else "sdpa"
+        return "" if packed else "sdpa"  # the packer has an attention of its own
     return f"flash_attention_{kernel[-1]}" if kernel in PACKAGES else ""
 
 

@@ -11,8 +11,7 @@ from torch.nn import Module
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from plugsft import RecipeError
-from plugsft.kit import single_document
+from plugsft import PluginError, RecipeError
 
 Kernel = Callable[..., Any]
 
@@ -117,7 +116,12 @@ def kernel_inputs(
 ) -> dict[str, Any]:
     """Return the arguments of torch's kernel for a row in the layout of transformers."""
     if bounds is None or longest is None:
-        (longest,) = single_document(query, key)
+        longest = query.shape[2]
+        if len(query) > 1 or key.shape[2] != longest:
+            raise PluginError(
+                "a model that was loaded for packed rows was called with padded rows or with a "
+                "key-value cache; call a copy of it that transformers alone has loaded"
+            )
         bounds = torch.arange(2, dtype=torch.int32, device=query.device) * longest
     dtype = query.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):

@@ -35,8 +35,6 @@ class FusedLoss:
     chunk: Annotated[int, Field(ge=1)] | None = None
     """Positions per chunk, for kernel = "torch". Default: 256 MiB of logits, 1 GiB on a GPU."""
 
-    packed: bool = state(False)
-    """Whether the model expects packed rows."""
     package: str = state("")
     """The package whose kernel is used, or "" for ours."""
     chosen: str = state("torch kernel")
@@ -45,7 +43,6 @@ class FusedLoss:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Choose the kernel; refuse one that cannot run, and options without effect."""
-        self.packed = recipe.provides("packed_rows") is not None
         scored = recipe.provides("preference_pairs") or recipe.provides("labelled_answers")
         if self.kernel == "liger" and scored:
             raise RecipeError(
@@ -102,4 +99,4 @@ class FusedLoss:
         """What computes the losses, made once the model is there."""
         from .loss import HeadLoss
 
-        return HeadLoss(self.package, self.chunk, self.packed)
+        return HeadLoss(self.package, self.chunk)

@@ -18,7 +18,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import cross_entropy
 
 from plugsft import Batch, RecipeError
-from plugsft.kit import documents_of, fused_head, model_inputs, trained_rows
+from plugsft.kit import fused_head, model_inputs, trained_rows
 
 LogitTransform = fused_head.LogitTransform
 IGNORED = -100
@@ -50,8 +50,8 @@ TOKENS = 16
 class HeadLoss:
     """The loss inside a model's head, compared with the plain loss on each model."""
 
-    def __init__(self, package: str, chunk: int | None, packed: bool) -> None:
-        self._package, self._chunk, self._packed = package, chunk, packed
+    def __init__(self, package: str, chunk: int | None) -> None:
+        self._package, self._chunk = package, chunk
         self.transforms: WeakKeyDictionary[Any, LogitTransform] = WeakKeyDictionary()
         """Head -> transform of its logits; the first head is that of the run's model."""
         self.exact = True
@@ -121,7 +121,7 @@ class HeadLoss:
         Logits are taken from the model itself: its wrappers may round them.
         """
         causal, training, counts = unwrap(model), model.training, (self.trained, self.positions)
-        head, batch, outputs = head_of(causal), random_batch(causal, self._packed), list[Tensor]()
+        head, batch, outputs = head_of(causal), random_batch(causal), list[Tensor]()
         hook = causal.register_forward_hook(
             lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
         )
@@ -225,19 +225,14 @@ def head_of(causal: Any) -> Any:
     return head
 
 
-def random_batch(causal: Any, packed: bool) -> Batch:
+def random_batch(causal: Any) -> Batch:
     """Return a few random tokens, a third of them not trained, as this run's batches are."""
     device = next(causal.parameters()).device
     vocabulary = causal.config.get_text_config().vocab_size
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS)))
     labels = ids.clone()
     labels[:, ::3] = IGNORED
-    rows = documents_of(np.array([TOKENS])) if packed else {"attention_mask": torch.ones_like(ids)}
-    batch = {"input_ids": ids, "labels": labels, **rows}
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
 def logits_of(model: Module, batch: Batch) -> Tensor:

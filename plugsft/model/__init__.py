@@ -1,1 +1,1 @@
-"""The model: its files, its configuration, its loss, and proofs about it."""
+"""The model: its files, its configuration and its loss."""

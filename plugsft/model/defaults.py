@@ -17,20 +17,16 @@ from ..recipe.tables import Train
 from ..tokens.store import Tokens
 from .for_plugins import decay_groups
 from .load import Load
-from .packing_proof import PackedModel
 from .schedule import ScheduleDefaults
 
 
 class ModelDefaults(ScheduleDefaults):
     """The unchanged model, token cross-entropy, AdamW."""
 
-    def __init__(self, packed: PackedModel | None = None) -> None:
-        self._packed = packed
-
     @hookimpl
     def optimize_model(self, load: Load) -> Module:
-        """Load the model unchanged, for packed rows if a plugin packs them."""
-        return self._packed.load(load) if self._packed else load.build()
+        """Load the model unchanged."""
+        return load.build()
 
     @hookimpl
     def add_columns(self, tokens: Tokens) -> Tokens:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from accelerate import Accelerator
@@ -16,7 +17,6 @@ from torch import Tensor
 from ..base.errors import PluginError, TrainError, out_of_memory
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..batches.labels import trained_rows
-from ..batches.packed_rows import ensure_documents
 from ..hooks import Hooks, with_plugins
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
@@ -24,6 +24,8 @@ from ..tokens.store import Tokens
 
 MAX_ROWS = 20
 """Most rows that a message names."""
+SHOWN = 8
+"""Most documents that a message names."""
 SAVERS = {
     "recomputed_activations": "activations are computed again, not stored",
     "fused_head": "whole logits are never stored",
@@ -172,6 +174,26 @@ def ensure_step(loaded: LoadedStep | None, expected: int | None, loader: str) ->
         names = [f"step {number}" if number else "the end" for number in (step, expected)]
         raise PluginError(
             f"{loader} gave {names[0]} in place of {names[1]}; it must give every step, in order"
+        )
+
+
+def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
+    """Refuse a packed row in which a sequence of the examples is not a document of its own.
+
+    If `maker` has changed the tokens, documents may have other lengths, but be no fewer.
+    """
+    lengths = tokens.sequences(examples)[0].tolist()
+    last = len(lengths) - 1
+    # Without boundaries, a row is one document. The last one may contain the padding.
+    given = [*batch.get("documents", [sum(lengths)])][: last + 1]
+    if given[:last] == lengths[:last] and given[last:] >= lengths[last:]:
+        return
+    ids = tokens.gather(examples)[0]
+    if len(given) <= last or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
+        raise PluginError(
+            f"{maker} packed examples that attend to each other: their 'documents' begin with "
+            f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return pack(tokens, examples), "
+            f"or add documents_of(...), both of {Capability.bundled('packed_rows').table}"
         )
 
 

@@ -25,13 +25,13 @@ from plugsft import Capability, DataError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
-from plugsft.kit import documents_of
 from plugsft.model.load import Load
-from plugsft.model.packing_proof import Longest, PackedModel
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, best_fit, deal
 from plugsft.plugins.bfd_packing.overlong import cut_overlong
+from plugsft.plugins.bfd_packing.packer import Longest
 from plugsft.plugins.bfd_packing.row_shape import RowShape, fix_shape
 from plugsft.recipe.tables import Train
 from plugsft.registry.active import check
@@ -296,9 +296,16 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
     shared = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
     model = AutoModelForCausalLM.from_config(kind(vocab_size=97, **(sizes or shared)))
     model.save_pretrained(tmp_path)
-    packed = PackedModel(Capability("bfd_packing", "capacity", 64), Longest(64, 64))
+    packer, load = BfdPacking(), Load(str(tmp_path))
+    packer.packing, packer.longest = Capability("bfd_packing", "capacity", 64), Longest(64, 64)
+    steps = packer.optimize_model(load)
+    next(steps)
     with pytest.raises(RecipeError) as refused:
-        packed.load(Load(str(tmp_path)))
+        try:
+            model = load.build()
+        except RecipeError as error:
+            steps.throw(error)
+        steps.send(model)
     assert "computes attention in its own code, which ignores" in str(refused.value)
     assert "[plugins.length_group] lowers the padding" in str(refused.value)
     assert "plugsft_documents" not in str(refused.value)

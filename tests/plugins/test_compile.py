@@ -21,9 +21,10 @@ from transformers import (
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
-from plugsft.batches import packed_rows
-from plugsft.kit import attend_per_document, documents_of
 from plugsft.model.load import Load
+from plugsft.plugins.bfd_packing import attention
+from plugsft.plugins.bfd_packing.attention import attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch
 from plugsft.plugins.bfd_packing.row_shape import fix_shape
 from plugsft.plugins.compile import Compile, layers, programs
@@ -85,7 +86,7 @@ def apply(model, plugin, *load):
 def make(name):
     torch.manual_seed(0)
     config = deepcopy(MODELS[name])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attend_per_document())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attend_per_document(True))
     return model.train()
 
 
@@ -142,7 +143,7 @@ def count_attention(monkeypatch):
         calls.append(1)
         return attend(*inputs, **options)
 
-    monkeypatch.setattr(packed_rows, "attend", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     return calls
 
 

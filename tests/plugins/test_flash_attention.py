@@ -30,9 +30,9 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
-from plugsft import RecipeError, testing
-from plugsft.base.errors import TrainError
-from plugsft.kit import attend_per_document, documents_of
+from plugsft import PluginError, RecipeError, testing
+from plugsft.plugins.bfd_packing.attention import attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.flash_attention import FlashAttention, kernels, varlen
 from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,
@@ -536,7 +536,7 @@ def test_one_plain_row_is_one_document_and_padded_rows_are_refused(monkeypatch):
     ids = torch.arange(9)[None]
     logits = [one(input_ids=ids, use_cache=False).logits for one in (model, other)]
     assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(TrainError, match="called with padded rows"):
+    with pytest.raises(PluginError, match="called with padded rows"):
         model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
 
 

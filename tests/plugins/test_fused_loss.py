@@ -33,9 +33,10 @@ from transformers import (
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.kit import attend_per_document, documents_of
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
+from plugsft.plugins.bfd_packing.attention import attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import IGNORED, head_of
 from plugsft.registry.active import check
@@ -112,9 +113,8 @@ def stepped(plugin, model, batch, total=7):
     return loss.detach(), {name: gradient.clone() for name, gradient in found.items()}
 
 
-def fused(model, packed=False, **options):
+def fused(model, **options):
     plugin = FusedLoss(**options)
-    plugin.packed = packed
     list(plugin.add_columns(SimpleNamespace(module=model)))
     return plugin
 
@@ -166,7 +166,7 @@ def test_each_position_may_count_differently(name, frozen):
 @pytest.mark.parametrize("name", ["llama, tied", "qwen3", "gemma2", "gemma3"])
 def test_of_packed_rows_too(name):
     model = make(MODELS[name], attend_per_document())
-    assert_equal(model, packed(), fused(model, packed=True, chunk=7))
+    assert_equal(model, packed(), fused(model, chunk=7))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])

@@ -11,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing
-from plugsft.kit import attend_per_document, documents_of
+from plugsft.plugins.bfd_packing.attention import attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 
 SMALL = {

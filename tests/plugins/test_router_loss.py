@@ -15,7 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.kit import attend_per_document, documents_of
+from plugsft.plugins.bfd_packing.attention import attend_per_document
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.router_loss.routers import Balance, find_routers
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve

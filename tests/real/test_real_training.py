@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from plugsft import Capability, RecipeError
-from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
-from plugsft.model.packing_proof import prove_on_model
+from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
+from plugsft.plugins.bfd_packing.proof import prove_on_model
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

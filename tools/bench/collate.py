@@ -26,7 +26,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from plugsft import Batch, Ints
 from plugsft.data_kit import Tokens
-from plugsft.kit import pack
+from plugsft.plugins.bfd_packing.documents import pack
 from plugsft.plugins.bfd_packing.layouts import best_fit
 
 Collate = Callable[[int], Batch]

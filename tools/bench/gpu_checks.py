@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from plugsft import RecipeError
-from plugsft.batches.packed_rows import attend as attend_documents
-from plugsft.kit import documents_of, trained_rows
+from plugsft.kit import trained_rows
 from plugsft.model.fused_head import LogitTransform
+from plugsft.plugins.bfd_packing.attention import attend as attend_documents
+from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.flash_attention.kernels import Conditions, find_obstacle, lowest_capability
 from plugsft.plugins.flash_attention.varlen import attend as attend_varlen
 from plugsft.plugins.fused_loss import FusedLoss

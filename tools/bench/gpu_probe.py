@@ -32,9 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugsft import Capability, RecipeError
-from plugsft.batches.packed_rows import attend_per_document
 from plugsft.commands.train import train
-from plugsft.model import packing_proof
+from plugsft.plugins.bfd_packing import proof
+from plugsft.plugins.bfd_packing.attention import attend_per_document
 from plugsft.plugins.flash_attention import varlen
 from plugsft.plugins.flash_attention.varlen import largest_error
 
@@ -215,7 +215,7 @@ def prove_documents_apart() -> dict[str, Any]:
     """Return what the proof of packed rows measures on a small model, beside what it allows."""
     from gpu_checks import SMALL, small_model
 
-    figures: dict[str, Any] = {"allowed alone, bfloat16": packing_proof.ALONE[False]}
+    figures: dict[str, Any] = {"allowed alone, bfloat16": proof.ALONE[False]}
     for kind, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
         model = small_model(dtype)
         model.set_attn_implementation(attend_per_document())
@@ -223,7 +223,7 @@ def prove_documents_apart() -> dict[str, Any]:
         figures |= {f"{name}, {kind}": value for name, value in measured.items()}
         packing = Capability.bundled("packed_rows")
         try:
-            result = packing_proof.prove_on_model(model, kind == "float32", packing)
+            result = proof.prove_on_model(model, kind == "float32", packing)
         except RecipeError as refused:
             result = str(refused)
         figures[f"result, {kind}"] = result
@@ -233,10 +233,10 @@ def prove_documents_apart() -> dict[str, Any]:
 @torch.no_grad()
 def measure_apart(model: Any, vocab: int) -> dict[str, float]:
     """Return how far a packed document's logits are from those alone."""
-    rng, lengths = np.random.default_rng(0), packing_proof.SHORT
+    rng, lengths = np.random.default_rng(0), proof.SHORT
     texts = [rng.integers(0, vocab, length) for length in lengths]
-    packed, change = packing_proof._change_first(model, texts, vocab)
-    alone = (packing_proof._logits(model, texts[-1:]) - packed[-lengths[-1] :]).abs()
+    packed, change = proof._change_first(model, texts, vocab)
+    alone = (proof._logits(model, texts[-1:]) - packed[-lengths[-1] :]).abs()
     own = float(change[: lengths[0]].max())
     return {"leak": float(change[lengths[0] :].max()) / own, "alone": float(alone.max()) / own}
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from plugsft import hookimpl
 from plugsft.base.types import StepPlan
 from plugsft.data_kit import Tokens
-from plugsft.kit import pack
 from plugsft.plugins.async_collate import AsyncCollate
+from plugsft.plugins.bfd_packing.documents import pack
 from plugsft.ranks.agree import agreed
 from plugsft.ranks.load_batches import BatchLoader
 from plugsft.registry.active import Active

@@ -24,8 +24,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import SFTConfig, SFTTrainer
 
 from plugsft.base.machine import peak_memory
-from plugsft.batches import packed_rows
 from plugsft.batches.plan import shuffle
+from plugsft.plugins.bfd_packing.attention import attend as attend_documents
 from plugsft.plugins.flash_attention import varlen
 
 ATTENTION = "plugsft_for_trl"
@@ -194,7 +194,7 @@ def attend_on_cpu(*inputs: Any, cu_seq_lens_q: Tensor | None = None, **options: 
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
     documents = tuple(cu_seq_lens_q.diff().tolist())
-    return packed_rows.attend(*inputs, documents=documents, **options)
+    return attend_documents(*inputs, documents=documents, **options)
 
 
 def run_first_step(trainer: Any, tokens: Any, chats: int) -> tuple[float, float]:

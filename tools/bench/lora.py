@@ -32,9 +32,10 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from plugsft.base.types import Rendered  # noqa: E402
 from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
-from plugsft.kit import attend_per_document, pack  # noqa: E402
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
 from plugsft.model.load import Load, make_scratch_model  # noqa: E402
+from plugsft.plugins.bfd_packing.attention import attend_per_document  # noqa: E402
+from plugsft.plugins.bfd_packing.documents import pack  # noqa: E402
 from plugsft.plugins.lora import Lora  # noqa: E402
 from plugsft.plugins.lora.layers import FastLinear  # noqa: E402
 from plugsft.recipe.tables import Scratch, Train  # noqa: E402

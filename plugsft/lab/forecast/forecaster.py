@@ -25,7 +25,6 @@ from ...data.sources import ensure_columns, open_source
 from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
-from ...model.packing_proof import packed_model
 from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
 from ...registry import active as registry
@@ -246,8 +245,7 @@ class Forecaster:
         recipe, _ = resolve(tables)
         left_out = {each.plugin for name in LEFT_OUT for each in recipe.providers(name)}
         _, active = resolve(tables, [*left_out])
-        core = ModelDefaults(packed_model(recipe))
-        active.attach(DataDefaults(recipe.folder), BatchDefaults(), core)
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         registry.check(active, recipe, replace(look(), world_size=ranks, local_size=ranks), HOOKS)
         workload = workload_of(recipe, active, self.epoch, ranks)
         key = repr(sorted(changes.items()))

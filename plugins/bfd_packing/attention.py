@@ -1,94 +1,30 @@
-"""Packed rows: several documents in one row, without attention across documents."""
+"""Attention that is computed document by document, registered in transformers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ..base.errors import PluginError, RecipeError, TrainError
-from ..base.types import Batch, Ints
-from ..tokens.store import Tokens
-from .labels import IGNORED, buffer, make_labels
+from plugsft import PluginError, RecipeError
 
 ATTENTION = "plugsft_documents"
 """Name of this attention in transformers."""
 IGNORABLE = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "keys"}
 """Tensors that attention per document does not need: `documents` has the same information."""
-SHOWN = 8
-"""Most documents that a message names."""
 
 
-def documents_of(
-    lengths: Ints, positions: Tensor | None = None, seen: "Ints | None" = None
-) -> Batch:
-    """Return position ids and boundaries of a row's documents, for every kind of attention.
+def attend_per_document(compiled: bool = False) -> str:
+    """Register attention that is computed document by document; return its name.
 
-    A document may also attend to the first `seen` tokens of the document before it.
+    In a model of compiled layers it is left out: its loop differs for each number of documents.
     """
-    bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
-    if positions is None:
-        positions = buffer((1, int(bounds[-1])), torch.int64)
-    documents = lengths.tolist()
-    longest = max(documents)
-    if seen is not None and seen.any():
-        return _documents_with_shared_prompts(lengths, positions, seen)
-    ramp = np.arange(longest)
-    np.concatenate([ramp[:length] for length in documents], out=positions.numpy()[0])
-    return {
-        "position_ids": positions,
-        # The names that transformers has for flash attention.
-        "cu_seq_lens_q": torch.from_numpy(bounds),
-        "cu_seq_lens_k": torch.from_numpy(bounds),
-        "max_length_q": longest,
-        "max_length_k": longest,
-        # On the host: a kernel call per document must not wait for the device.
-        "documents": tuple(documents),
-    }
-
-
-def _documents_with_shared_prompts(lengths: Ints, positions: Tensor, seen: Ints) -> Batch:
-    starts = np.cumsum(lengths) - lengths
-    previous = np.append(0, starts[:-1])
-    key_lengths = lengths + seen
-    spans = np.stack([previous, starts], 1).ravel(), np.stack([seen, lengths], 1).ravel()
-    keys = np.concatenate([np.arange(a, a + n) for a, n in zip(*spans, strict=True)])
-    ramps = [np.arange(a, a + n) for a, n in zip(seen, lengths, strict=True)]
-    np.concatenate(ramps, out=positions.numpy()[0])
-    batch = documents_of(lengths) | {"position_ids": positions}
-    batch["cu_seq_lens_k"] = documents_of(key_lengths)["cu_seq_lens_q"]
-    batch["max_length_k"] = int(key_lengths.max())
-    return batch | {"seen": tuple(seen.tolist()), "keys": torch.from_numpy(keys)}
-
-
-def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
-    """Refuse a packed row in which a sequence of the examples is not a document of its own.
-
-    If `maker` has changed the tokens, documents may have other lengths, but be no fewer.
-    """
-    lengths = tokens.sequences(examples)[0].tolist()
-    last = len(lengths) - 1
-    # Without boundaries, a row is one document. The last one may contain the padding.
-    given = [*batch.get("documents", [sum(lengths)])][: last + 1]
-    if given[:last] == lengths[:last] and given[last:] >= lengths[last:]:
-        return
-    ids = tokens.gather(examples)[0]
-    if len(given) <= last or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
-        raise PluginError(
-            f"{maker} packed examples that attend to each other: their 'documents' begin with "
-            f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return "
-            "plugsft.kit.pack(tokens, examples), or add plugsft.kit.documents_of(...)"
-        )
-
-
-def attend_per_document() -> str:
-    """Register attention that is computed document by document; return its name."""
-    AttentionInterface.register(ATTENTION, attend)
+    compiler: Any = torch.compiler
+    function = compiler.disable(attend) if compiled else attend
+    AttentionInterface.register(ATTENTION, function)
     return ATTENTION
 
 
@@ -182,7 +118,7 @@ def _prepend_prompts(documents: Sequence[Tensor], seen: tuple[int, ...]) -> list
 def single_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
     """Return the length of a row without boundaries, which must be one document."""
     if len(query) > 1 or query.shape[2] != key.shape[2]:
-        raise TrainError(
+        raise PluginError(
             "a model that was loaded for packed rows was called with padded rows or with a "
             "key-value cache; call a copy of it that transformers alone has loaded"
         )
@@ -213,23 +149,3 @@ def _attend_document(
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, float("-inf"))
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     return torch.dropout(weights, dropout, train=dropout > 0) @ value
-
-
-def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
-    """Pack examples into one row, padded to `length`. Default: no padding."""
-    counts, seen = tokens.sequences(examples)
-    lengths, num_tokens = counts, int(counts.sum())
-    # A rank without examples still takes part in every all-reduce.
-    total = max(length or 0, num_tokens, 2)
-    if total > num_tokens:
-        # Padding is an untrained document.
-        lengths, seen = np.append(counts, total - num_tokens), np.append(seen, 0)
-    # One buffer for all: the allocator would free and allocate several small ones each time.
-    input_ids, labels, positions = buffer((3, 1, total), torch.int64)
-    ids, mask = tokens.gather(examples)
-    # The first token of a document is not predicted from the document before.
-    mask[np.cumsum(counts) - counts] = False
-    for row, values, padding in ((input_ids, ids, 0), (labels, make_labels(ids, mask), IGNORED)):
-        row.numpy()[0, :num_tokens] = values
-        row.numpy()[0, num_tokens:] = padding
-    return {"input_ids": input_ids, "labels": labels, **documents_of(lengths, positions, seen)}

@@ -10,8 +10,8 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,20 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..base.atomic import write_text
-from ..base.build_once import once
-from ..base.checksums import cache_folder, digest
-from ..base.errors import DiskError, PlugsftError, RecipeError
-from ..base.types import Ints
-from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
-from ..recipe.capabilities import Capability
-from ..recipe.tables import Recipe
-from .load import Load
-from .weight_files import model_class_of
+from plugsft import (
+    Capability,
+    DiskError,
+    Ints,
+    PluginError,
+    RecipeError,
+    cache_folder,
+    digest,
+    write_text,
+)
+
+from .attention import ATTENTION, attend_per_document
+from .documents import documents_of
+from .packer import Longest
 
 LIMIT = 6
 """Tokens of a scaled-down attention limit."""
@@ -79,13 +83,6 @@ GAINS = (1.5, 0.5)
 """Weight scales of the small copy; the second is for families that amplify rounding too much."""
 REFUSED = "this model cannot be trained on packed rows"
 OWN_CODE = "it computes attention in its own code, which ignores document boundaries"
-
-
-class Longest(NamedTuple):
-    """The longest document and row of a run, in tokens."""
-
-    document: int
-    row: int
 
 
 NO_LIMIT_REACHED = Longest(0, 0)
@@ -291,7 +288,7 @@ def find_problem(facts: dict[str, Any]) -> str:
 
 def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
     """Return the facts of a small copy's probe, cached per configuration."""
-    model_class = model_class_of(causal)
+    model_class = type(causal)
     config = {name: value for name, value in causal.config.to_dict().items() if name[0] != "_"}
     key = {
         "config": json.loads(json.dumps(config, default=str)),
@@ -301,16 +298,15 @@ def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
         "attention": ATTENTION,
     }
 
-    def fill(folder: Path) -> None:
+    file = cache_folder() / "twins" / f"{digest(key)}.json"
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        facts = json.loads(file.read_text(encoding="utf8"))
+    if not facts:
         facts = probe_copy(model_class, causal.config, longest)
-        write_text(folder / "facts.json", json.dumps(facts, indent=1))
-
-    folder = cache_folder() / "twins" / digest(key)
-    try:
-        once(folder, fill=fill)
-        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf8"))
-    except (DiskError, OSError, ValueError):
-        return probe_copy(model_class, causal.config, longest)
+        with suppress(DiskError, OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps(facts, indent=1))
     return facts
 
 
@@ -346,7 +342,7 @@ def _compare_logits(small: PreTrainedModel) -> dict[str, Any]:
         return {"fails": OWN_CODE}
     try:
         packed, change = _change_first(small, texts, vocabulary)
-    except PlugsftError as error:
+    except (PluginError, RecipeError) as error:
         return {"fails": str(error).partition(";")[0]}
     except Exception as error:  # from the model's own code
         first = str(error).strip().partition("\n")[0]
@@ -440,36 +436,13 @@ def _logits(model: Module, texts: list[Ints]) -> Tensor:
     return logits.float()
 
 
-class PackedModel:
-    """Loads the model for packed rows, and proves that it computes their documents apart."""
-
-    def __init__(self, packing: Capability, longest: Longest) -> None:
-        self._packing, self._longest = packing, longest
-        self.proof = ""
-        """The results of both proofs in words."""
-
-    def load(self, load: Load) -> PreTrainedModel:
-        """Load it, with attention per document where no plugin has chosen a kernel."""
-        load.kwargs.setdefault("attn_implementation", attend_per_document())
-        try:
-            model = load.build()
-        except RecipeError as error:
-            # A model without attention per document looks up the name in a table of its own.
-            if repr(error.__cause__) != repr(KeyError(ATTENTION)):
-                raise
-            raise RecipeError(f"{REFUSED}: {OWN_CODE}; {unpack(self._packing)}") from error
-        self.proof = prove_on_small_copy(model, self._longest, self._packing)
-        return model
-
-    def prove(self, model: Module, exact: bool) -> None:
-        """Prove it on the run's model, on all ranks together."""
-        self.proof = f"{prove_on_model(model, exact, self._packing)}, {self.proof}"
-
-
-def packed_model(recipe: Recipe) -> PackedModel | None:
-    """Return the model of packed rows, if a plugin packs rows."""
-    packing = recipe.provides("packed_rows")
-    if packing is None:
-        return None
-    row = recipe.packed_capacity()
-    return PackedModel(packing, Longest(min(row, recipe.data.max_length), row))
+@contextmanager
+def naming_own_attention(packing: Capability) -> Iterator[None]:
+    """Explain why a model without attention per document cannot be loaded with it."""
+    try:
+        yield
+    except RecipeError as error:
+        # Such a model looks up the name in a table of its own.
+        if repr(error.__cause__) != repr(KeyError(ATTENTION)):
+            raise
+        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {unpack(packing)}") from error

@@ -1,0 +1,88 @@
+"""The base of plugins that pack rows: it proves that the model computes their documents apart.
+
+Like a plugin's class it imports torch in its hooks only, so that a recipe is read without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from plugsft import Batch, Capability, Ints, ModelLoad, Recipe, Run, RunModel, hookimpl, say
+
+if TYPE_CHECKING:
+    from plugsft.data_kit import Tokens
+
+
+class Longest(NamedTuple):
+    """The longest document and row of a run, in tokens."""
+
+    document: int
+    row: int
+
+
+class Packer:
+    """A plugin that packs rows; it inherits this, and answers `plan_batches`.
+
+    A hook that a plugin has too calls the one here: `yield from super().add_columns(model)`. The
+    core refuses a run of packed rows without the proof.
+    """
+
+    packing: Capability
+    longest: Longest
+
+    def __post_init__(self) -> None:
+        self.compiled = False
+        """Whether the model's layers are compiled."""
+        self.limits_proof = self.proof = ""
+        """The results in words: beyond the limits of attention; and with the run's own model."""
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Read the capability and the longest row from the recipe."""
+        packing, row = recipe.provides("packed_rows"), recipe.packed_capacity()
+        assert packing is not None
+        self.packing, self.longest = packing, Longest(min(row, recipe.data.max_length), row)
+        self.compiled = recipe.provides("compiled_layers") is not None
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
+        """Load the model with attention per document, where no plugin has chosen a kernel.
+
+        Its limits of attention are proved here, before it is sharded.
+        """
+        from .attention import attend_per_document
+        from .proof import naming_own_attention, prove_on_small_copy
+
+        load.kwargs.setdefault("attn_implementation", attend_per_document(self.compiled))
+        with naming_own_attention(self.packing):
+            model = yield
+        self.limits_proof = prove_on_small_copy(model, self.longest, self.packing)
+        return model
+
+    @hookimpl(wrapper=True)
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
+        """Prove it on the run's own model, on all ranks together.
+
+        Here the model is sharded, and no plugin has computed with packed rows yet: some score all
+        examples after their yields. A plugin that answers this hook replaces no wrapper of it.
+        """
+        from .proof import prove_on_model
+
+        if not self.proof:  # the evaluation data comes after the training data
+            self.proof = prove_on_model(model.module, model.exact, self.packing)
+        return (yield)
+
+    @hookimpl
+    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Pack examples into one row."""
+        from .documents import pack
+
+        return pack(tokens, examples)
+
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Report both proofs."""
+        if self.proof and self.limits_proof:
+            run.facts["packed_rows"] = f"{self.proof}, {self.limits_proof}"
+            say(f"packed rows: {run.facts['packed_rows']}")
