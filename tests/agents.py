@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import tempfile
-import time
 from pathlib import Path
 
 from forks import FORKS, start_fork_server
@@ -84,13 +83,3 @@ def run_rank(words):
 
     console.out.quiet = os.environ["RANK"] != "0"
     cli.main(words)
-
-
-def wait_for(condition, nodes=(), seconds=30):
-    """Wait until a condition is true, while no node ends."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        for node in nodes:
-            assert node.process.is_alive(), node.wait(1)
-        time.sleep(0.02)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import connection
@@ -251,10 +251,26 @@ def run_ranks(
     return results[0]
 
 
+def wait_for(condition: Callable[[], Any], nodes: Iterable[Any] = (), seconds: float = 60) -> Any:
+    """Wait until a condition is true, while no node ends; return its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end
+        for node in nodes:
+            assert node.process.is_alive(), node.wait(1)
+        time.sleep(0.01)
+    return value
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Read a run's training metrics."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
+
+
+def read_record(run: Path) -> Any:
+    """Read what a run notes of itself."""
+    return json.loads((run / "run.json").read_text())
 
 
 @pytest.fixture

@@ -1,13 +1,26 @@
 """Every decoder family of transformers as a tiny model."""
 
 import re
+from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plugsft.model.load import persistent_buffers
+from plugsft.plugins.bfd_packing.attention import ATTENTION, attend_per_document
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 3_000_000
@@ -142,3 +155,49 @@ def build(family: str) -> Any:
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return a model's saved tensors: parameters under all their names, and buffers."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
+
+
+# Rotary positions whose scale depends on the length of a row.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 48,
+    "long_factor": [8.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
+# The sizes that every family calls so.
+TOY = {"vocab_size": 97, "hidden_size": 32}
+TIED = SMALL | {"tie_word_embeddings": True}
+# Decoders whose packed rows are computed as their documents alone.
+PACKABLE = {
+    "llama": LlamaConfig(**TIED),
+    "qwen3": Qwen3Config(**TIED),
+    "gemma": GemmaConfig(**TIED),
+    # Windows shorter than the documents, and scores that are capped.
+    "mistral": MistralConfig(**SMALL, sliding_window=6),
+    "gemma2": Gemma2Config(**TIED, sliding_window=6, attn_logit_softcapping=0.05),
+    "gemma3": Gemma3TextConfig(**TIED, sliding_window=6, layer_types=None),
+    # Chunks shorter than the documents, in the first of both layers.
+    "llama4": Llama4TextConfig(
+        **SMALL,
+        intermediate_size_mlp=48,
+        attention_chunk_size=6,
+        num_local_experts=4,
+        no_rope_layers=[1, 0],
+        attn_temperature_tuning=False,
+    ),
+}
+
+
+def make_packable(config, attention=ATTENTION, dtype=torch.float32):
+    """Build a decoder for packed rows, whose documents would show that they see each other."""
+    attend_per_document()
+    torch.manual_seed(0)
+    # A copy: models that share a configuration share its attention.
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(config), attn_implementation=attention, dtype=dtype
+    )
+    # Larger weights: what one document sees of another would be large, too.
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model

@@ -1,4 +1,7 @@
-"""Gradients of a model, copied and compared."""
+"""Gradients of a model, copied and compared; and a loss computed plainly."""
+
+import torch
+from torch.nn.functional import cross_entropy
 
 
 def gradients(model):
@@ -14,3 +17,16 @@ def assert_equal(found, expected):
         scale = gradient.abs().max()
         assert scale > 0, name
         assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+def weighted_loss(model, tokens, examples):
+    """Return the weighted loss of examples, one at a time, and the divisor, written out plainly."""
+    loss, divisor = 0.0, 0.0
+    for number in examples:
+        weight = tokens.columns["weight"][number]
+        ids, mask = map(torch.from_numpy, tokens.example(number))
+        logits = model(ids[None].long()).logits[0, :-1]
+        targets = ids[1:].long()[mask[1:]]
+        loss = loss + weight * cross_entropy(logits[mask[1:]], targets, reduction="sum")
+        divisor += weight * len(targets)
+    return loss, divisor

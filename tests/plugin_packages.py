@@ -55,3 +55,42 @@ def activate(site: Path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), before])))
     importlib.invalidate_caches()
     assert str(site) in sys.path
+
+
+SEES = """
+    import torch
+
+    @plugin()
+    class Sees:
+        '''Note the types that really meet.'''
+
+        seen: list = state([])
+        states: list = state([])
+        made: object = state()
+
+        @hookimpl(wrapper=True)
+        def step(self, model):
+            def note(module, given, made):
+                self.seen = sorted({str(one.dtype) for one in (given[0], made)})
+            head = getattr(model, "module", model).get_output_embeddings()
+            handle = head.register_forward_hook(note)
+            loss = yield
+            handle.remove()
+            return loss
+
+        @hookimpl(wrapper=True)
+        def optimizer(self):
+            self.made = yield
+            self.made.register_step_post_hook(self.look)
+            return self.made
+
+        def look(self, *_):
+            states = [one for each in self.made.state.values() for one in each.values()]
+            states = [one for one in states if one.dim()]
+            states += [one.grad for group in self.made.param_groups for one in group["params"]]
+            self.states = sorted({str(one.dtype) for one in states})
+
+        @hookimpl
+        def summary(self):
+            return "head: " + ", ".join(self.seen) + "; " + ", ".join(self.states)
+"""

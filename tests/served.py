@@ -2,10 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import tokenizers
-import trl
+from formats import FOLDER
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from plugsft.data.chat import Chat
@@ -13,7 +12,6 @@ from plugsft.data.formats import read_turns
 from plugsft.recipe.tables import Data
 from plugsft.tokens.tokenizer import Tokenizer
 
-FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = {
     path.stem: path.read_text("utf8")
     for path in sorted(FOLDER.glob("*.jinja"))

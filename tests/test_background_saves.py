@@ -9,8 +9,9 @@ import time
 import optimizers
 import torch
 from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, start_plugsft
+from launching import FSDP2
 from plugin_packages import activate, install
-from test_resume import FSDP2, on_ranks
+from saved_runs import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft.base.atomic import damage, step_folder

@@ -2,7 +2,7 @@
 
 import pytest
 from plugin_packages import activate, install
-from test_columns import prepared
+from prepared_rows import prepare_rows
 
 from plugsft import DataError
 from plugsft.tokens.store import Tokens
@@ -38,7 +38,7 @@ def judges(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_rows_that_a_plugin_marks_as_bad_are_not_trained(kind, tmp_path):
-    tokens = prepared(tmp_path, [ROWS[kind]], PLUGINS[kind], on_bad_row="drop")
+    tokens = prepare_rows(tmp_path, [ROWS[kind]], PLUGINS[kind], on_bad_row="drop")
     good = [0, 2, 3, 5, 6, 8]
     assert tokens.rows.tolist() == tokens.columns["number"].tolist() == good
     ensure_same_tokens(tokens, tmp_path, kind, good)
@@ -49,7 +49,7 @@ def ensure_same_tokens(tokens: Tokens, folder, kind, good):
     rows = [ROWS[kind][number] for number in good]
     rows = [each | {"number": 0} for each in rows]
     (folder / "good").mkdir()
-    alone = prepared(folder / "good", [rows], PLUGINS[kind])
+    alone = prepare_rows(folder / "good", [rows], PLUGINS[kind])
     for number in range(len(good)):
         for ours, theirs in zip(tokens.example(number), alone.example(number), strict=True):
             assert ours.tolist() == theirs.tolist()
@@ -58,4 +58,4 @@ def ensure_same_tokens(tokens: Tokens, folder, kind, good):
 @pytest.mark.parametrize("kind", ROWS)
 def test_rows_that_a_plugin_marks_as_bad_are_reported(kind, tmp_path):
     with pytest.raises(DataError, match=r"rows-0\.jsonl: lines 2, 5, 8: too difficult"):
-        prepared(tmp_path, [ROWS[kind]], PLUGINS[kind])
+        prepare_rows(tmp_path, [ROWS[kind]], PLUGINS[kind])

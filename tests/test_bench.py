@@ -172,24 +172,7 @@ def test_wrong_words_end_at_once(recipe, words, said):
     assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
 
 
-# What a token took in trials of one recipe, one after the other, beside their median: measured on a
-# machine of two cores while others kept both of them busy.
-REAL = [
-    0.487,
-    0.729,
-    0.726,
-    0.687,
-    0.773,
-    1.038,
-    1.031,
-    1.09,
-    0.776,
-    1.16,
-    0.765,
-    1.273,
-    1.47,
-    1.13,
-]
+REAL = json.loads((ROOT / "tests/data/trial_seconds.json").read_text())["of a token"]
 
 
 def times_as_fast(one, other):

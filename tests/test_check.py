@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
+from families import LONGROPE
 from plugin_packages import LOUD, activate, install
-from test_packing_proof import LONGROPE
 from transformers import (
     AutoTokenizer,
     BambaConfig,

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_resume import FSDP2, Run, on_ranks
+from launching import FSDP2
+from saved_runs import Run, on_ranks
 
 from plugsft.api import PlugsftError
 from plugsft.base.atomic import MANIFEST, list_checkpoints

@@ -3,23 +3,24 @@
 import datasets
 import numpy as np
 import pytest
-from conftest import chats, read_metrics, run_plugsft, run_ranks, tiny_tables, write_jsonl
+from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
+from prepared_rows import prepare_rows, text_row
 
 from plugsft import DataError, PluginError
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.commands.recipes import check
-from plugsft.data import prepare, sources
+from plugsft.data import sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.forecaster import read_epoch, workload_of
 from plugsft.lab.trials import write_examples
 from plugsft.lab.tune import keeps_steps
 from plugsft.model.defaults import ModelDefaults
-from plugsft.registry.load import load, resolve
+from plugsft.registry.load import load
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
@@ -89,24 +90,9 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, data, counts, in_mem
 BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row")
 
 
-def prepared(folder, rows, plugins, model=None, **data):
-    """Prepare files of rows as a run does; return its tokens."""
-    tables = tiny_tables(folder, rows[0])
-    files = [write_jsonl(folder / f"rows-{n}.jsonl", each) for n, each in enumerate(rows)]
-    tables["data"] = {"sources": [{"source": str(file)} for file in files], "max_length": 64} | data
-    tables["model"] |= model or {}
-    recipe, active = resolve({**tables, "plugins": plugins})
-    active.attach(DataDefaults(recipe.folder))
-    return prepare.prepare(recipe, active).tokens
-
-
 def made_tokenizer(folder):
     [tokenizer] = (folder / "run/scratch").glob("tokenizer-*")
     return str(tokenizer)
-
-
-def row(number, **columns):
-    return {"text": f"owls see {number} mice", **columns}
 
 
 ASK, TELL = [{"role": "user", "content": "who?"}], [{"role": "assistant", "content": "owls"}]
@@ -134,14 +120,14 @@ MIXED = {
 def test_the_first_rows_of_a_source_decide_how_all_are_read(plugin, tmp_path, monkeypatch):
     tiny = tmp_path / "tokenizer"
     tiny.mkdir()
-    prepared(tiny, [chats(24)], {})
+    prepare_rows(tiny, [chats(24)], {})
     monkeypatch.setattr(sources, "FIRST_ROWS", 10)
     files, kept = [[one] * 10 + [other] * 20 + [one] * 3 for one, other in MIXED[plugin]], []
     for size, workers in ((1000, 1), (7, 2)):
         monkeypatch.setattr(sources, "SLICE_ROWS", size)
         plugins = {"multiprocess_tokenize": {"workers": workers}} | ({plugin: {}} if plugin else {})
         (tmp_path / f"{size}").mkdir()
-        tokens = prepared(
+        tokens = prepare_rows(
             tmp_path / f"{size}",
             files,
             plugins,
@@ -162,14 +148,14 @@ def tells(tmp_path, monkeypatch):
 def test_a_row_s_columns_stay_with_its_example(tells, tmp_path, monkeypatch, home, workers):
     """Through slices, sources, bad rows, workers, the cache, a sample for trials, and cuts."""
     monkeypatch.setattr(sources, "SLICE_ROWS", 7)
-    rows = [row(n, label=n % 3 == 0, score=n if n < 20 else n / 2) for n in range(40)]
+    rows = [text_row(n, label=n % 3 == 0, score=n if n < 20 else n / 2) for n in range(40)]
     rows[4]["text"] = ""
     rows[30]["score"] = None  # whatever a bad row holds
     rows[30]["text"] = 7
     parts, plugins = [rows[:25], rows[25:]], {**tells, "arrow_cache": {}}
     if workers > 1:
         plugins["multiprocess_tokenize"] = {"workers": workers}
-    tokens = prepared(tmp_path, parts, plugins, on_bad_row="drop")
+    tokens = prepare_rows(tmp_path, parts, plugins, on_bad_row="drop")
     assert home.exists() and len(tokens) == 38
     good = [each for number, each in enumerate(rows) if number not in (4, 30)]
 
@@ -185,7 +171,7 @@ def test_a_row_s_columns_stay_with_its_example(tells, tmp_path, monkeypatch, hom
     assert tokens.facts["columns"] == {"label": "bool", "score": "float64"}
     named = {"tokens": str(tokens.folder), "model": {"tokenizer": made_tokenizer(tmp_path)}}
     for again in ({}, named):
-        ensure(prepared(tmp_path, parts, plugins, on_bad_row="drop", **again), good)
+        ensure(prepare_rows(tmp_path, parts, plugins, on_bad_row="drop", **again), good)
     numbers = np.array([5, 9, 30])
     ensure(tokens.cut(numbers, np.zeros(3, np.int64), np.full(3, 2)), [good[n] for n in numbers])
     write_examples(tokens, numbers, tmp_path / "sample")
@@ -197,7 +183,7 @@ def test_a_pair_has_one_value(tells, tmp_path):
         {"prompt": "who? ", "chosen": f"owls {n}", "rejected": "elks", "score": n} for n in range(9)
     ]
     pairs[2]["rejected"] = ""
-    tokens = prepared(tmp_path, [pairs], {**tells, "dpo": {}}, on_bad_row="drop")
+    tokens = prepare_rows(tmp_path, [pairs], {**tells, "dpo": {}}, on_bad_row="drop")
     assert tokens.facts["pairs"] == 8
     scores = [0, 1, 3, 4, 5, 6, 7, 8]
     assert tokens.columns["score"].tolist() == scores
@@ -216,20 +202,20 @@ def test_a_pair_has_one_value(tells, tmp_path):
     ],
 )
 def test_values_that_no_column_can_hold_are_refused(tells, tmp_path, values, message):
-    rows = [row(n, score=value) for n, value in enumerate(values)]
+    rows = [text_row(n, score=value) for n, value in enumerate(values)]
     with pytest.raises(PluginError, match=rf"rows-0\.jsonl: .* the column 'score' {message}"):
-        prepared(tmp_path, [rows], tells)
+        prepare_rows(tmp_path, [rows], tells)
 
 
 def test_a_source_without_the_column_is_named(tells, tmp_path):
-    parts = [[row(n, score=n) for n in range(3)], [row(n) for n in range(3)]]
+    parts = [[text_row(n, score=n) for n in range(3)], [text_row(n) for n in range(3)]]
     message = r"rows-1\.jsonl: its rows have no column 'score', but those of .*rows-0\.jsonl have; "
     with pytest.raises(DataError, match=message + "add it to all rows"):
-        prepared(tmp_path, parts, tells)
-    parts[1] = [row(n, score=True) for n in range(3)]
+        prepare_rows(tmp_path, parts, tells)
+    parts[1] = [text_row(n, score=True) for n in range(3)]
     message = r"column 'score': .*rows-1\.jsonl holds booleans and .*rows-0\.jsonl holds numbers"
     with pytest.raises(DataError, match=message):
-        prepared(tmp_path, parts, tells)
+        prepare_rows(tmp_path, parts, tells)
 
 
 WRONG = """
@@ -259,12 +245,14 @@ WRONG = """
 def test_a_plugin_that_gives_wrong_columns_is_refused(tmp_path, monkeypatch, options, message):
     activate(install(tmp_path / "site", wrong=WRONG), monkeypatch)
     with pytest.raises(PluginError, match=message):
-        prepared(tmp_path, [[row(n) for n in range(3)]], {"wrong": options})
+        prepare_rows(tmp_path, [[text_row(n) for n in range(3)]], {"wrong": options})
 
 
 def test_evaluation_data_without_the_column_is_refused(tells, tiny, tmp_path):
-    bare = write_jsonl(tmp_path / "bare.jsonl", [row(n) for n in range(9)])
-    recipe = tiny([row(n, score=n) for n in range(9)], plugins=tells, eval={"source": str(bare)})
+    bare = write_jsonl(tmp_path / "bare.jsonl", [text_row(n) for n in range(9)])
+    recipe = tiny(
+        [text_row(n, score=n) for n in range(9)], plugins=tells, eval={"source": str(bare)}
+    )
     result = run_plugsft(recipe)
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
@@ -302,7 +290,7 @@ JUDGES = """
 
 def test_a_label_travels_from_its_row_to_its_step(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", judges=JUDGES), monkeypatch)
-    rows = [row("x" * (n % 7), label=n % 3 == 0) for n in range(21)]
+    rows = [text_row("x" * (n % 7), label=n % 3 == 0) for n in range(21)]
     data = write_jsonl(tmp_path / "eval.jsonl", rows[:5])
     recipe = tiny(
         rows, plugins={"judges": {}}, train={"micro_batch": 2}, eval={"source": str(data)}
@@ -397,14 +385,14 @@ def test_batches_are_planned_by_columns(tiny, tmp_path, monkeypatch, capsys):
 def test_pairs_are_planned_with_the_shapes_of_their_sequences(tmp_path):
     answers = ("owls", "elks, 9 bees and 5 mice"), ("3 owls hoot at 6", "no"), ("a", "b")
     pairs = [{"prompt": "who? ", "chosen": one, "rejected": other} for one, other in answers]
-    tokens = prepared(tmp_path, [pairs], {"dpo": {}})
+    tokens = prepare_rows(tmp_path, [pairs], {"dpo": {}})
     for shared in (tokens, tokens.share_prompts()):
         columns, counts = shared.plan_columns(), []
         for number in range(3):
             lengths = shared.sequences(np.array([number]))[0]
             counts.append((lengths.max(), len(lengths)))
         assert [*zip(columns["longest"], columns["sequences"], strict=True)] == counts
-    texts = prepared(tmp_path / "texts", [[row(n) for n in range(3)]], {})
+    texts = prepare_rows(tmp_path / "texts", [[text_row(n) for n in range(3)]], {})
     columns = texts.plan_columns()
     assert columns["longest"].tolist() == texts.lengths.tolist()
     assert columns["sequences"].tolist() == [1, 1, 1]

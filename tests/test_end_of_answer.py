@@ -2,12 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import trl
 from conftest import run_plugsft, tiny_tables, write_recipe
+from formats import FOLDER
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +19,6 @@ from transformers import (
 from plugsft.data.load_tokenizer import end_generation
 from plugsft.export import chat
 
-FOLDER = Path(trl.__file__).parent / "chat_templates"
 # A template of each family, and the token that ends an assistant's turn in it.
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",

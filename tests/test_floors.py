@@ -194,6 +194,18 @@ def test_plugins_import_public_names_only():
     assert faults == []
 
 
+def test_no_test_file_is_imported():
+    """What several of them need stands in a helper beside them."""
+    faults = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(parse(path)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any(name.rpartition(".")[2].startswith("test_") for name in names):
+                faults.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert faults == []
+
+
 BUNDLED = {*find()}
 # Where a plugin's name may stand: in the table of capabilities, and as another thing's name.
 NAMED = {

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from formats import ASK, TELL
 
 from plugsft.data.formats import FORMATS, BadRow, call_variants, format_of, read_chat
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 SYSTEM = {"role": "system", "content": "be brief"}
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "owl"}}}
 TOOL = {"type": "function", "function": {"name": "look_up"}}

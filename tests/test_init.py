@@ -14,7 +14,7 @@ import tomllib
 import jsonschema
 import pytest
 from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
-from test_docs import parse
+from pages import parse_command
 
 from plugsft.api import PlugsftError
 from plugsft.commands.overview import schema_text
@@ -61,7 +61,7 @@ def test_every_recipe_is_written_with_the_files_that_it_names(tmp_path, monkeypa
         for command in commands:
             words = shlex.split(command)
             assert {word for word in words if word.startswith("recipes/")} <= {*files}, command
-            parse(words[words.index("plugsft") + 1 :])
+            parse_command(words[words.index("plugsft") + 1 :])
         needs = re.findall("# Needs: (.*)", text)
         told = capsys.readouterr().out.partition("Next:\n")[2].splitlines()
         assert told == [f"  {line}" for line in (f"cd {place}", *needs, *commands[:3])]

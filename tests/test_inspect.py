@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from formats import ASK, TELL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
@@ -229,7 +230,6 @@ def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
     assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown
 
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 BLOCK = "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
 ENDLESS = CHATML.read_text().replace(
     "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"

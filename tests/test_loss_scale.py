@@ -10,9 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from launching import config
-from plugin_packages import activate, install
-from test_bfloat16_learning import weights_of
-from test_precision import SEES
+from plugin_packages import SEES, activate, install
+from saved_runs import checkpoint, read
 
 from plugsft.audit.check_recipe import gpu_without_bfloat16
 from plugsft.base.errors import LaunchError, TrainError
@@ -205,7 +204,8 @@ def test_small_gradients_are_learned_from_only_with_scaling(plants, tmp_path):
     assert learned["scaled"] == pytest.approx(learned["float32"], rel=2e-2)
     assert norms["scaled"][:20] == pytest.approx(norms["float32"][:20], rel=0.05)
     assert learned["unscaled"] < 0.5 * learned["float32"]
-    assert weights_of(tmp_path / "scaled").keys() == weights_of(tmp_path / "float32").keys()
+    scaled, exact = (read(checkpoint(tmp_path / name, 110)) for name in ("scaled", "float32"))
+    assert scaled.keys() == exact.keys()
 
 
 def test_a_run_whose_every_step_overflows_ends_with_the_cure(plants, tmp_path):

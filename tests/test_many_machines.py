@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import free_port, start_nodes, wait_for
-from conftest import ROOT, chats, only_full, read_metrics
+from agents import free_port, start_nodes
+from conftest import ROOT, chats, only_full, read_metrics, wait_for
 from plugin_packages import activate, install
 
 from plugsft.ranks.failures import store, store_key
@@ -196,7 +196,7 @@ def test_a_single_process_of_accelerates_file_saves_too(slow, tmp_path, machines
     file.parent.mkdir(parents=True)
     file.write_text("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
     running = machines("plugsft", "launch", slow(8), HF_HOME=str(tmp_path / "home"))
-    wait_for((tmp_path / "begun").exists, seconds=60)
+    wait_for((tmp_path / "begun").exists)
     running.process.send_signal(number)
     code, output = running.wait(60)
     assert code == 128 + number and f"stopped by {number.name} after step 1" in output, output
@@ -206,7 +206,7 @@ def test_a_single_process_of_accelerates_file_saves_too(slow, tmp_path, machines
 @only_full
 def test_a_step_may_take_longer_than_the_launchers_own_patience(slow, tmp_path, machines):
     running = machines("plugsft", "launch", slow(40), "--ranks", 2)
-    wait_for((tmp_path / "begun").exists, seconds=60)
+    wait_for((tmp_path / "begun").exists)
     running.process.terminate()
     code, output = running.wait(120)
     assert code == 143 and "stopped by SIGTERM after step 1: saved" in output, output

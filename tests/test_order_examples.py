@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from conftest import chats, read_metrics, run_plugsft, run_ranks, tiny_tables, write_recipe
 from plugin_packages import activate, install
+from prepared_rows import make_plan
 from saved_runs import forget
-from test_plan import plan
 from wishes import CURRICULUM, MIXTURE
 
 from plugsft import DataError, PluginError, hookimpl
@@ -132,18 +132,18 @@ class Orders(BatchDefaults):
 )
 def test_an_order_that_is_none_is_refused(order, message):
     with pytest.raises(PluginError, match=message):
-        plan(20, core=Orders(order))
+        make_plan(20, core=Orders(order))
 
 
 def test_epochs_of_different_numbers_of_steps_are_refused():
-    made = plan(20, 4, core=Orders(range(20), range(10)))
+    made = make_plan(20, 4, core=Orders(range(20), range(10)))
     assert made.per_epoch == 5
     with pytest.raises(PluginError, match="gave 3 steps for epoch 1 and 5 for the first"):
         made.plan_step(6)
-    made = plan(20, 4, core=Orders(range(20), np.arange(17, dtype=np.uint8)))
+    made = make_plan(20, 4, core=Orders(range(20), np.arange(17, dtype=np.uint8)))
     assert made.plan_step(6).layout[0][0].dtype == np.int64
 
 
 def test_an_order_without_examples_is_refused():
     with pytest.raises(DataError, match="an epoch has no example"):
-        plan(20, core=Orders([]))
+        make_plan(20, core=Orders([]))

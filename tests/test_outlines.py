@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_turns import TEMPLATES, answer, chat_of, conversation
+from served import TEMPLATES, answer, chat_of, conversation
 
 from plugsft.data.chat import Chat
 from plugsft.data.formats import BadRow

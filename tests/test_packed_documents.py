@@ -1,74 +1,30 @@
 """Documents of a packed row are computed as if alone, or the model is refused."""
 
-from copy import deepcopy
-
 import numpy as np
 import pytest
 import torch
-from families import SMALL
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
+from families import PACKABLE, make_packable
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.types import Shard
 from plugsft.batches.labels import IGNORED
-from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
+from plugsft.plugins.bfd_packing.attention import attend
 from plugsft.plugins.bfd_packing.documents import documents_of, pack
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
-TIED = SMALL | {"tie_word_embeddings": True}
-MODELS = {
-    "llama": LlamaConfig(**TIED),
-    "qwen3": Qwen3Config(**TIED),
-    "gemma": GemmaConfig(**TIED),
-    # Windows shorter than the documents, and scores that are capped.
-    "mistral": MistralConfig(**SMALL, sliding_window=6),
-    "gemma2": Gemma2Config(**TIED, sliding_window=6, attn_logit_softcapping=0.05),
-    "gemma3": Gemma3TextConfig(**TIED, sliding_window=6, layer_types=None),
-    # Chunks shorter than the documents, in the first of both layers.
-    "llama4": Llama4TextConfig(
-        **SMALL,
-        intermediate_size_mlp=48,
-        attention_chunk_size=6,
-        num_local_experts=4,
-        no_rope_layers=[1, 0],
-        attn_temperature_tuning=False,
-    ),
-}
 LENGTHS = [13, 1, 30, 2, 17]
-
-
-def make(config, attention=ATTENTION, dtype=torch.float32):
-    attend_per_document()
-    torch.manual_seed(0)
-    # A copy: models that share a configuration share its attention.
-    model = AutoModelForCausalLM.from_config(
-        deepcopy(config), attn_implementation=attention, dtype=dtype
-    )
-    # Larger weights: what one document sees of another would show.
-    for parameter in model.parameters():
-        parameter.data *= 3
-    return model
 
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PACKABLE)
 def test_a_packed_row_is_its_documents_one_by_one(name):
     rng = np.random.default_rng(0)
     texts = [torch.from_numpy(rng.integers(0, 97, length)) for length in LENGTHS]
-    packed, plain = make(MODELS[name]), make(MODELS[name], "eager")
+    packed, plain = make_packable(PACKABLE[name]), make_packable(PACKABLE[name], "eager")
     weights = torch.from_numpy(rng.standard_normal((sum(LENGTHS), 97))).float()
     row = packed(
         input_ids=torch.cat(texts)[None], **documents_of(np.array(LENGTHS)), use_cache=False
@@ -83,13 +39,13 @@ def test_a_packed_row_is_its_documents_one_by_one(name):
         assert (ours - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max(), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PACKABLE)
 def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
     rng = np.random.default_rng(0)
     prompt, first, second, other = (
         torch.from_numpy(rng.integers(0, 97, length)) for length in (14, 6, 11, 5)
     )
-    shared, plain = make(MODELS[name]), make(MODELS[name], "eager")
+    shared, plain = make_packable(PACKABLE[name]), make_packable(PACKABLE[name], "eager")
     # The second answer begins from the prompt's last token, as the first does.
     row = torch.cat([other, prompt, first, prompt[-1:], second])
     where = documents_of(np.array([5, 20, 12]), seen=np.array([0, 0, 13]))
@@ -108,10 +64,10 @@ def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
 
 
 def test_padded_rows_and_caches_are_refused_by_name():
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     with pytest.raises(PluginError, match="called with padded rows"):
         model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
-    alone = make(MODELS["llama"], "sdpa")
+    alone = make_packable(PACKABLE["llama"], "sdpa")
     ids = torch.arange(5)[None]
     one = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(one, alone(input_ids=ids, use_cache=False).logits, atol=1e-5)
@@ -158,6 +114,6 @@ def test_a_row_is_filled_up_by_a_document_that_trains_nothing(tokens):
 def test_a_rank_without_examples_has_a_batch_that_trains_nothing(tokens):
     batch = pack(tokens, np.zeros(0, np.int64))
     assert batch["documents"] == (2,) and (batch["labels"] == IGNORED).all()
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     assert model(**inputs, use_cache=False).logits.shape == (1, 2, 97)

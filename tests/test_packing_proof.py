@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from conftest import only_full
-from test_packed_documents import MODELS, make
+from families import LONGROPE, PACKABLE, TOY, make_packable
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -47,13 +47,6 @@ from plugsft.plugins.bfd_packing.proof import (
 PACKING = Capability("bfd_packing", "capacity", None)
 LONGEST = Longest(10**9, 10**9)
 CONV = ["conv", "full_attention", "conv", "conv"]
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 48,
-    "long_factor": [8.0] * 48,
-    "original_max_position_embeddings": 4096,
-}
 SPARSE = CONFIG_MAPPING["minimax_m3_vl_text"](
     num_hidden_layers=2,
     layer_types=["minimax_m3_sparse"] * 2,
@@ -148,7 +141,7 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
 
     config = Odd()
     config.sliding_window, config.vocab_size = 64, 100
-    model = AutoModelForCausalLM.from_config(MODELS["llama"])
+    model = AutoModelForCausalLM.from_config(PACKABLE["llama"])
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 is not proved .* below 64"):
         prove_on_small_copy(model, Longest(64, 64), PACKING)
@@ -179,13 +172,12 @@ def test_a_twin_leaves_the_random_numbers_of_the_run_alone():
 # The run's own model.
 
 
-FRESH = {"vocab_size": 97, "hidden_size": 32}
 LEAKING = {
-    "lfm2": Lfm2Config(**FRESH, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    "lfm2": Lfm2Config(**TOY, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
                        num_key_value_heads=2, layer_types=CONV),
-    "bloom": BloomConfig(**FRESH, n_layer=2, n_head=4),
+    "bloom": BloomConfig(**TOY, n_layer=2, n_head=4),
     "xglm": XGLMConfig(vocab_size=97, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4),
-    "mamba": MambaConfig(**FRESH, num_hidden_layers=2, state_size=4),
+    "mamba": MambaConfig(**TOY, num_hidden_layers=2, state_size=4),
 }  # fmt: skip
 
 
@@ -202,9 +194,9 @@ def test_a_fresh_model_of_small_weights_that_leaks_is_refused(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PACKABLE)
 def test_the_probe_passes_what_keeps_documents_apart(name, dtype):
-    model = make(MODELS[name], dtype=dtype).train()
+    model = make_packable(PACKABLE[name], dtype=dtype).train()
     said = prove_on_model(model, dtype == torch.float32, PACKING)
     assert "documents proved apart" in said
     allowed = "1e-03" if dtype == torch.float32 else "5e-02"
@@ -228,7 +220,7 @@ def test_the_probe_stops_attention_that_looks_across(monkeypatch, leak):
         lengths = (sum(lengths),) if leak == "all" else (lengths[0], sum(lengths[1:]))
         return attend(module, query, key, value, mask, documents=lengths, **kwargs)
 
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
         prove_on_model(model, True, PACKING)
@@ -240,14 +232,14 @@ def test_the_smallest_leak_is_found(monkeypatch, share):
         output, weights = attend(module, query, key, value, mask, **kwargs)
         return output + share * value[:, :, :1].mean(), weights
 
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="moves the logits of others by"):
         prove_on_model(model, True, PACKING)
 
 
 def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     table = torch.nn.Embedding(64, 32)
     embed = model.get_input_embeddings()
 
@@ -264,7 +256,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_the_probe_stops_where_it_can_prove_nothing(value):
-    model = make(MODELS["llama"])
+    model = make_packable(PACKABLE["llama"])
     model.model.norm.weight.data.fill_(value)
     with pytest.raises(RecipeError, match="nothing can be proved"):
         prove_on_model(model, True, PACKING)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
-from test_docs import README, TEXTS
+from pages import README, TEXTS
 
 from plugsft.registry.contracts import METRICS, SPECS
 from plugsft.registry.discover import find

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prepared_rows import make_plan
 
 from plugsft import DataError, PluginError, Recipe, hookimpl
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import InOrder, Plan, shuffle, split_over_ranks
-from plugsft.registry.active import Active
 
 SIZES = {
     "count": st.integers(1, 60),
@@ -21,42 +21,13 @@ SIZES = {
 }
 
 
-def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, **train):
-    """Make a plan over examples without tokens."""
-    recipe = Recipe.model_validate(
-        {
-            "output": "run",
-            "model": {"path": "none"},
-            "data": {"source": "none"},
-            "train": {
-                "batch_size": batch,
-                "micro_batch": micro,
-                "learning_rate": 1.0,
-                "seed": seed,
-                **train,
-            },
-        }
-    )
-    tokens = SimpleNamespace(
-        facts={"sources": sources or [{"examples": count, "weight": 1.0}]},
-        lengths=np.arange(count) + 10,
-        targets=np.arange(count) + 1,
-        columns={},
-        plan_columns=dict,
-        weighted=lambda examples: examples,
-        divisor=lambda examples: int((examples + 1).sum()),
-        ensure_unchanged=lambda: None,
-    )
-    return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hooks)
-
-
 def members(step_plan):
     return [int(number) for rank in step_plan.layout for part in rank for number in part]
 
 
 @given(**SIZES, seed=st.integers(0, 2**32 - 1))
 def test_an_epoch_takes_every_example_once(count, batch, micro, ranks, seed):
-    made = plan(count, batch, micro, ranks, seed)
+    made = make_plan(count, batch, micro, ranks, seed)
     for epoch in range(2):
         step_plans = [made.plan_step(epoch * made.per_epoch + n + 1) for n in range(made.per_epoch)]
         assert {step_plan.epoch for step_plan in step_plans} == {epoch}
@@ -69,7 +40,7 @@ def test_an_epoch_takes_every_example_once(count, batch, micro, ranks, seed):
 
 @given(**SIZES)
 def test_ranks_march_together(count, batch, micro, ranks):
-    made = plan(count, batch, micro, ranks)
+    made = make_plan(count, batch, micro, ranks)
     for step in range(1, made.per_epoch + 1):
         layout = made.plan_step(step).layout
         assert len(layout) == ranks
@@ -81,7 +52,7 @@ def test_ranks_march_together(count, batch, micro, ranks):
 
 @given(**SIZES, others=st.tuples(st.integers(1, 5), st.integers(1, 4)))
 def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ranks, others):
-    one, two = plan(count, batch, micro, ranks), plan(count, batch, *others)
+    one, two = make_plan(count, batch, micro, ranks), make_plan(count, batch, *others)
     for step in range(1, one.per_epoch + 1):
         a, b = one.plan_step(step), two.plan_step(step)
         assert sorted(members(a)) == sorted(members(b))
@@ -91,20 +62,20 @@ def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ran
 
 
 def test_windows_are_a_pure_function_of_seed_and_step():
-    made = plan(steps=50)
+    made = make_plan(steps=50)
     forward = [members(made.plan_step(step)) for step in range(1, 51)]
-    fresh = plan()
+    fresh = make_plan()
     for step in np.random.default_rng(0).permutation(50):
         assert members(fresh.plan_step(int(step) + 1)) == forward[step], "seeking, back and forth"
-        assert members(plan().plan_step(int(step) + 1)) == forward[step]
-    assert members(plan(seed=1).plan_step(1)) != forward[0]
+        assert members(make_plan().plan_step(int(step) + 1)) == forward[step]
+    assert members(make_plan(seed=1).plan_step(1)) != forward[0]
     second = shuffle([(20, 1.0)], seed=0, epoch=1)[:6].tolist()
     assert sorted(forward[made.per_epoch]) == sorted(second), "each epoch has an order of its own"
 
 
 @given(**SIZES)
 def test_a_window_knows_its_examples_and_how_uneven_its_ranks_are(count, batch, micro, ranks):
-    made = plan(count, batch, micro, ranks)
+    made = make_plan(count, batch, micro, ranks)
     for step in range(1, made.per_epoch + 1):
         step_plan = made.plan_step(step)
         shares = [sum(int(n) + 10 for part in rank for n in part) for rank in step_plan.layout]
@@ -119,10 +90,10 @@ def test_the_order_is_pinned_for_every_platform_and_version():
 
 
 def test_the_number_of_steps():
-    assert plan(20, 6).steps == 4
-    assert plan(20, 6, epochs=3).steps == 12
-    assert plan(20, 6, epochs=3, steps=5).steps == 5
-    recipe = plan(20, 6, epochs=3, steps=5)
+    assert make_plan(20, 6).steps == 4
+    assert make_plan(20, 6, epochs=3).steps == 12
+    assert make_plan(20, 6, epochs=3, steps=5).steps == 5
+    recipe = make_plan(20, 6, epochs=3, steps=5)
     assert Plan.once_through(recipe.tokens, _recipe_of(recipe), 2, recipe._hooks).steps == 4
 
 
@@ -160,7 +131,7 @@ def test_a_half_is_a_new_half_each_epoch():
 
 def test_an_epoch_without_examples_is_refused():
     with pytest.raises(DataError, match="an epoch has no example: raise the weights"):
-        plan(sources=[{"examples": 20, "weight": 0.001}])
+        make_plan(sources=[{"examples": 20, "weight": 0.001}])
 
 
 def test_the_last_window_may_be_uneven():
@@ -193,6 +164,6 @@ def test_batches_must_give_every_epoch_the_same_number():
             self.number -= 1
             return InOrder(order[: 4 * self.number], ranks, train)
 
-    made = plan(20, 4, core=Shrinks())
+    made = make_plan(20, 4, core=Shrinks())
     with pytest.raises(PluginError, match="gave 2 steps for epoch 1 and 3 for the first"):
         made.plan_step(4)

@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_resume import FSDP2, ZERO3, Run, differing, on_ranks, part
+from launching import FSDP2, ZERO3
+from saved_runs import Run, differing, on_ranks, part
 from transformers import LlamaForCausalLM
 
 from plugsft import PluginError, WeightSlice

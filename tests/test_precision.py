@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from launching import config
-from plugin_packages import activate, install
+from plugin_packages import SEES, activate, install
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -16,44 +16,6 @@ from plugsft.ranks import launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
-
-SEES = """
-    import torch
-
-    @plugin()
-    class Sees:
-        '''Note the types that really meet.'''
-
-        seen: list = state([])
-        states: list = state([])
-        made: object = state()
-
-        @hookimpl(wrapper=True)
-        def step(self, model):
-            def note(module, given, made):
-                self.seen = sorted({str(one.dtype) for one in (given[0], made)})
-            head = getattr(model, "module", model).get_output_embeddings()
-            handle = head.register_forward_hook(note)
-            loss = yield
-            handle.remove()
-            return loss
-
-        @hookimpl(wrapper=True)
-        def optimizer(self):
-            self.made = yield
-            self.made.register_step_post_hook(self.look)
-            return self.made
-
-        def look(self, *_):
-            states = [one for each in self.made.state.values() for one in each.values()]
-            states = [one for one in states if one.dim()]
-            states += [one.grad for group in self.made.param_groups for one in group["params"]]
-            self.states = sorted({str(one.dtype) for one in states})
-
-        @hookimpl
-        def summary(self):
-            return "head: " + ", ".join(self.seen) + "; " + ", ".join(self.states)
-"""
 
 
 def told_of(weights, computes):

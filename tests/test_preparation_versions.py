@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from conftest import ROOT, tiny_tables
-from test_unread_columns import ROWS
+from formats import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from plugsft.base.types import Rendered, Shard, Slice

@@ -17,6 +17,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
+from formats import ASK, TELL
 from plugin_packages import LOUD, activate, install
 
 from plugsft import DataError, RecipeError
@@ -28,7 +29,6 @@ from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
 from plugsft.tokens.store import Tokens
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 GOOD = {"messages": [ASK, TELL]}
 NOBODY = {"messages": [{"role": "nobody", "content": "x"}, TELL]}
 LONG = {"messages": [ASK, {**TELL, "content": "owl " * 300}]}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from conftest import chats, tiny_tables
+from formats import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from template_families import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
 
 from plugsft import DataError
 from plugsft.data.chat import BLOCKS, CHATML, SERVED, Chat

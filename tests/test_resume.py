@@ -1,9 +1,6 @@
 """Resuming an optimizer with state of any kind equals never stopping."""
 
 import json
-import os
-import socket
-import traceback
 from contextlib import redirect_stdout
 from functools import cache, partial
 from io import StringIO
@@ -14,140 +11,13 @@ import optimizers
 import pytest
 import schedulefree
 import torch
-from conftest import FULL, tiny_tables, write_recipe
-from forks import FORKS
+from conftest import FULL
+from launching import FSDP2, ZERO3
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from saved_runs import Run, differing, on_ranks
 
 from plugsft.base.atomic import MANIFEST, stamp
-from plugsft.base.errors import CheckpointError
-from plugsft.base.machine import look
-from plugsft.checkpoint.same_run import keys_affecting_results
-from plugsft.checkpoint.save import Checkpoints
-from plugsft.checkpoint.state import train_state
-from plugsft.model.load import Load
-from plugsft.ranks.launch import connect
-from plugsft.ranks.loss_scale import LossScale
-from plugsft.ranks.sharding import shard_model, weights_of
-from plugsft.ranks.weights import ZeroWeights
-from plugsft.registry.load import load
-
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-}
-
-ZERO3 = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-}
-
-
-class Run:
-    """A model, its optimizer and its checkpoints, as a run has them."""
-
-    def __init__(self, name, accelerator, recipe, active, seed=0, make=None, dtype=None):
-        set_seed(seed)
-        if accelerator.state.deepspeed_plugin:
-            # accelerate would go on with the engine of the run before.
-            accelerator.deepspeed_engine_wrapped = None
-        config = LlamaConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            vocab_size=41,  # its rows are not divisible by two
-            tie_word_embeddings=False,
-        )
-        model = LlamaForCausalLM(config)
-        model = model.to(dtype or (torch.bfloat16 if name == "Masters" else torch.float32))
-        if name == "Muon":
-            for one in model.parameters():
-                one.requires_grad_(one.dim() == 2)
-        make = make or optimizers.ALL[name]
-        self.model, self.optimizer = shard_model(accelerator, Load(""), model, make)
-        self.accelerator = accelerator
-        self.identity = partial(keys_affecting_results, recipe, active)
-        self.held = weights_of(accelerator, self.model, self.optimizer)
-        self.state = train_state(self.held, self.optimizer, LossScale(accelerator))
-        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, {})
-
-    def train(self, steps):
-        for step in steps:
-            made = torch.Generator().manual_seed(1000 * step + self.accelerator.process_index)
-            ids = torch.randint(41, (2, 6), generator=made)
-            for group in self.optimizer.param_groups:
-                group["lr"] = 1e-2 / step
-            self.accelerator.backward(self.model(input_ids=ids, labels=ids).loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def everything(self, full=False):
-        """Return all of its weights and of its optimizer, as plain values; `full`: of all ranks."""
-        if isinstance(self.held, ZeroWeights):
-            description, shards = self.state.describe({})
-            return {
-                "description": description,
-                "shards": part({k: v.values for k, v in shards.items()}),
-            }
-        plain = whole if full else part
-        names = {id(one): name for name, one in self.held.parameters(trained=False).items()}
-        state = {
-            names.get(id(key), key): plain(value) for key, value in self.optimizer.state.items()
-        }
-        groups = [
-            {key: plain(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        weights = {name: plain(one) for name, one in self.held.parameters(trained=False).items()}
-        inner = [
-            {names[id(key)]: plain(value) for key, value in optimizer.state.items()}
-            for optimizer in getattr(self.optimizer, "inner", [])
-        ]
-        own = {key: getattr(self.optimizer, key, None) for key in ("total", "last", "calls")}
-        return {"weights": weights, "state": state, "inner": inner, "groups": groups, "own": own}
-
-
-def part(value):
-    """Return a value so that any difference in type, kind of number or bits is seen."""
-    if isinstance(value, Tensor):
-        local = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
-        bits = local.contiguous().flatten().view(torch.uint8).tolist() if local.numel() else []
-        kind = "DTensor" if isinstance(value, DTensor) else "Tensor"
-        return [kind, str(value.dtype), [*value.shape], bits]
-    if isinstance(value, dict):
-        return {f"{type(key).__name__} {key}": part(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, [part(one) for one in value]]
-    return [type(value).__name__, repr(value)]
-
-
-def whole(value):
-    """Return the same of all ranks together."""
-    return part(tree_map(lambda one: one.full_tensor() if isinstance(one, DTensor) else one, value))
-
-
-def differing(one, other, where=""):
-    """Name what differs first."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        found = (differing(one[key], other[key], f"{where}/{key}") for key in one)
-        return next((said for said in found if said), "")
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        found = (
-            differing(a, b, f"{where}/{n}") for n, (a, b) in enumerate(zip(one, other, strict=True))
-        )
-        return next((said for said in found if said), "")
-    return "" if one == other else f"{where}: {str(one)[:90]} and {str(other)[:90]}"
 
 
 def resumed_is_uninterrupted(name, accelerator, recipe, active):
@@ -204,53 +74,6 @@ def resumed_from_evaluation_mode(name, accelerator, recipe, active):
     return restored or differing(whole.everything(), parts.everything(), "trained on")
 
 
-def _rank(rank, ranks, port, env, folder, work, answers):
-    os.environ.update(env, OMP_NUM_THREADS="1")
-    if ranks > 1:
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks),
-        )
-    torch.set_num_threads(1)
-    recipe, active = load(folder / "recipe.toml")
-    accelerator = connect(recipe, look())
-    said = {}
-    for name, operation in work:
-        try:
-            said[name] = operation(name, accelerator, recipe, active)
-        except CheckpointError as error:
-            said[name] = f"refused: {error}"
-        except Exception:
-            said[name] = traceback.format_exc()
-    answers.put((rank, said))
-
-
-def on_ranks(ranks, env, folder, work, dtype="float32"):
-    """Do work on so many ranks; return what each said of each piece."""
-    tables = tiny_tables(folder) | {"output": str(folder / "run"), "checkpoint": {"keep": 100}}
-    tables["model"]["dtype"] = dtype
-    write_recipe(folder / "recipe.toml", tables)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    answers = FORKS.Queue()
-    processes = [
-        FORKS.Process(target=_rank, args=(rank, ranks, port, env, folder, work, answers))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    found = dict(answers.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    return [found[rank] for rank in range(ranks)]
-
-
 # Optimizers of torch that use what DTensors cannot do.
 NOT_ON = {"FSDP2": ["Rprop", "Adafactor"]}
 # One optimizer for each kind of state; on ranks, `tools/test --full` runs all.
@@ -289,7 +112,7 @@ UNSTORABLE = {
     (
         "FSDP2",
         "Quantized",
-    ): "Quantized's state 'codes' of model.embed_tokens.weight differs between",
+    ): "Quantized's state 'codes' of model.embed_tokens.weight differs",
     ("FSDP2", "Odd"): "embed_tokens.weight/nested/rows/0 is a DTensor of another shape than its",
 }
 
@@ -473,6 +296,7 @@ SPECIAL = {
 @pytest.fixture(scope="module")
 def special(tmp_path_factory):
     work = [(name, operation) for name, (operation, _) in SPECIAL.items()]
+    work.append(("setting", another_setting))
     return on_ranks(1, {}, tmp_path_factory.mktemp("special"), work)[0]
 
 
@@ -481,3 +305,7 @@ def test_what_a_checkpoint_of_another_kind_gives(special, name):
     says = SPECIAL[name][1]
     assert "Traceback" not in special[name]
     assert says in special[name]
+
+
+def test_a_setting_that_the_user_changes_counts_and_counters_come_back(special):
+    assert special["setting"] is None

@@ -17,11 +17,12 @@ from conftest import (
     run_plugsft,
     start_plugsft,
     tiny_tables,
+    wait_for,
     write_jsonl,
     write_recipe,
 )
-from many_slices import many_slices, wait_for
 from plugin_packages import activate, install
+from prepared_rows import many_slices
 
 from plugsft.audit.prepare import prepare_data
 from plugsft.base import build_once

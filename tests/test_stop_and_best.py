@@ -7,7 +7,15 @@ import shutil
 
 import pytest
 import torch
-from conftest import chats, only_full, run_plugsft, start_plugsft, start_ranks, write_jsonl
+from conftest import (
+    chats,
+    only_full,
+    read_record,
+    run_plugsft,
+    start_plugsft,
+    start_ranks,
+    write_jsonl,
+)
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 
@@ -45,10 +53,6 @@ def stops(tmp_path, monkeypatch):
     activate(install(tmp_path / "site", stops=STOPS), monkeypatch)
 
 
-def record_of(run):
-    return json.loads((run / "run.json").read_text())
-
-
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
 def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops, ranks, rank):
     recipe = tiny(
@@ -60,7 +64,7 @@ def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops,
     ended = [process.wait() for process in start_ranks(ranks, recipe)]
     assert [process.returncode for process in ended] == [0] * ranks, ended[0].stderr
     run = tmp_path / "run"
-    record = record_of(run)
+    record = read_record(run)
     assert (record["status"], record["reason"]) == ("completed", "enough was learned")
     assert record["steps"]["done"] == 4 and (run / "model").is_dir()
     assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [
@@ -73,7 +77,7 @@ def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops,
     result = run_plugsft(recipe, "--resume", "plugins.stops.at=0")
     assert result.returncode == 0, result.stderr
     assert "6 steps seen" in result.stdout
-    assert record_of(run)["steps"]["done"] == 6 and record_of(run)["reason"] is None
+    assert read_record(run)["steps"]["done"] == 6 and read_record(run)["reason"] is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_any_reason_stops_in_good_order(tiny, tmp_path, stops, reason, recorded)
     recipe = tiny(train=TRAIN, plugins={"stops": {"at": 2, "reason": reason}})
     result = run_plugsft(recipe)
     assert result.returncode == 0, result.stderr
-    record = record_of(tmp_path / "run")
+    record = read_record(tmp_path / "run")
     assert (record["status"], record["reason"]) == ("completed", recorded)
     assert record["steps"]["done"] == 2
     assert (tmp_path / "run/model").is_dir()
@@ -125,7 +129,7 @@ def test_a_plugin_that_stops_inside_an_evaluation_ends_the_run_after_all_of_it(
     recipe = tiny(rows=chats(24), train=train, eval=evaluation, plugins={"asks": {}})
     for ended in [process.wait() for process in start_ranks(ranks, recipe)]:
         assert ended.returncode == 0, ended.stderr
-    record = record_of(run := tmp_path / "run")
+    record = read_record(run := tmp_path / "run")
     assert (record["status"], record["reason"]) == ("completed", "seen enough")
     assert record["steps"]["done"] == 2 and (run / "model").is_dir()
     assert (run / "checkpoints/step-000002").is_dir()
@@ -178,7 +182,7 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     evaluations = [line for line in lines if "eval_told" in line]
     best = max(evaluations, key=lambda line: line["eval_told"])
     assert best["step"] == 2
-    record = record_of(run)
+    record = read_record(run)
     assert record["best"] == {"step": 2, "eval_told": best["eval_told"]}
     exported = tmp_path / "exported"
     done = run_plugsft("export", run / "checkpoints/step-000002", "--to", exported)
@@ -269,7 +273,12 @@ def test_a_signal_cuts_an_evaluation_short_and_a_resume_begins_with_it(
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         metrics = [{key: line[key] for key in line if key not in SPEED} for line in lines]
         samples = (run / "samples.jsonl").read_text()
-        return metrics, samples, record_of(run)["best"], load_file(run / "model/model.safetensors")
+        return (
+            metrics,
+            samples,
+            read_record(run)["best"],
+            load_file(run / "model/model.safetensors"),
+        )
 
     done = ended(whole)[0]
     assert done.returncode == 0 and done.stdout.count("4 of 12 examples, after step 1, about") == 1
@@ -280,7 +289,7 @@ def test_a_signal_cuts_an_evaluation_short_and_a_resume_begins_with_it(
         said = "stopping after this micro-batch of the evaluation; then" in stopped.stderr
         assert said == (ranks == 1 or launched), "the main process says it"
     assert {"cuts": f"{at} seen"}.items() <= {
-        one["name"]: one["summary"] for one in record_of(parts)["plugins"]
+        one["name"]: one["summary"] for one in read_record(parts)["plugins"]
     }.items()
     assert [path.name for path in (parts / "checkpoints").glob("*2")] == ["step-000002"]
     for _ in range(2):  # the second time as if killed after that evaluation
@@ -322,7 +331,7 @@ def test_each_ctrl_c_says_what_it_does_and_what_is_lost(tiny, tmp_path, monkeypa
         re.M,
     )
     assert f"\nended at once: lost {first[1]}\n" in ended.stderr
-    record = record_of(tmp_path / "run")
+    record = read_record(tmp_path / "run")
     assert (record["status"], record["reason"]) == ("stopped", f"ended at once: lost {first[1]}")
     assert run_plugsft(recipe, "--resume", "--without", "twice").returncode == 0
 
@@ -385,7 +394,7 @@ def test_the_best_model_leaves_plugins_the_state_of_the_last_step(
     ended = [process.wait() for process in start_ranks(ranks, recipe)]
     assert [process.returncode for process in ended] == [0] * ranks, ended[0].stderr
     run = tmp_path / "run"
-    assert record_of(run)["best"]["step"] == 2
+    assert read_record(run)["best"]["step"] == 2
     seen = {(run / f"seen-{rank}").read_text() for rank in range(ranks)}
     assert seen == {"[1, 2, 3, 4, 5, 6] of 6"}
     assert "worst: 6 losses" in ended[0].stdout
@@ -457,7 +466,7 @@ def test_no_checkpoint_holds_the_state_of_a_plugin_that_failed(tiny, tmp_path, m
     run = tmp_path / "run"
     assert "rank 1 failed" in ended[0].stderr and "plugin 'loses'" in ended[0].stderr
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-000003"
-    record = record_of(run)
+    record = read_record(run)
     assert record["status"] == "failed" and "half of the state is updated" in record["reason"]
     assert [(run / f"finished-{rank}").read_text() for rank in range(2)] == ["failed", "failed"]
     assert not (run / "model").exists()

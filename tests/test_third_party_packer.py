@@ -5,8 +5,8 @@ import re
 
 import pytest
 from conftest import chats, only_full, read_metrics, run_plugsft
+from families import TOY
 from plugin_packages import activate, install
-from test_packing_proof import FRESH
 from transformers import AutoModelForCausalLM, MambaConfig
 
 ROWS = """
@@ -141,7 +141,7 @@ def test_a_model_that_leaks_is_refused_with_its_name(recipe, tmp_path):
     run_plugsft(recipe, "train.steps=1", f"output={tmp_path / 'first'}", "--without=rows")
     tokenizer = tmp_path / "first/model"
     sizes = json.loads((tokenizer / "config.json").read_text())
-    config = MambaConfig(**FRESH | {"vocab_size": sizes["vocab_size"]}, num_hidden_layers=2)
+    config = MambaConfig(**TOY | {"vocab_size": sizes["vocab_size"]}, num_hidden_layers=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     model = f'{{path = "{tmp_path / "mamba"}", tokenizer = "{tokenizer}"}}'
     result = run_plugsft(recipe, f"model={model}")

@@ -1,5 +1,6 @@
 """plugsft tune: real probes under real limits of memory."""
 
+import json
 import math
 import os
 import re
@@ -23,19 +24,15 @@ from conftest import (
     write_recipe,
 )
 from plugin_packages import activate, install
-from test_bench import REAL
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
 from plugsft.lab.trials import Trial, trials
-from plugsft.lab.tune import (
-    TURNS,
-    Tuning,
-    choose_steps,
-)
+from plugsft.lab.tune import TURNS, Tuning, choose_steps
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
+REAL = json.loads((ROOT / "tests/data/trial_seconds.json").read_text())["of a token"]
 RECIPE = """\
 # My recipe.
 output = "{folder}/run"          # here

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_jsonl
+from formats import ASK, POOR, ROWS, TELL
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
@@ -23,18 +24,6 @@ from plugsft.recipe.tables import Data
 from plugsft.registry.load import resolve
 from plugsft.tokens.tokenizer import lighten
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
-POOR = {"role": "assistant", "content": "elks"}
-ROWS = {
-    "messages": {"messages": [ASK, TELL]},
-    "conversations": {"conversations": [ASK, TELL]},
-    "conversation": {"conversation": [ASK, TELL]},
-    "completion": {"prompt": "who? ", "completion": "owls"},
-    "chat completion": {"prompt": [ASK], "completion": [TELL]},
-    "alpaca": {"instruction": "who?", "output": "owls"},
-    "text": {"text": "owls"},
-    "preference": {"prompt": [ASK], "chosen": [TELL], "rejected": [POOR]},
-}
 # PLUGSFT_FULL=1 (tools/test --full) makes this many.
 COUNT = 1_000 if os.environ.get("PLUGSFT_FULL") == "1" else 60
 PAIRED = {"prompt", "chosen", "rejected", "system", "tools", "chat_template_kwargs", "weight"}

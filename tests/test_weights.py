@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
+from gradients import weighted_loss
 from plugin_packages import activate, install
-from test_columns import prepared, row
+from prepared_rows import prepare_rows, text_row
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -33,19 +34,6 @@ def weighted(rows, weights=WEIGHTS):
         each if weight is None else {**each, "weight": weight}
         for each, weight in zip(rows, given, strict=True)
     ]
-
-
-def sums_of(model, tokens, examples):
-    """Return the weighted loss of examples, one at a time, and the divisor, written out plainly."""
-    loss, divisor = 0.0, 0.0
-    for number in examples:
-        weight = tokens.columns["weight"][number]
-        ids, mask = map(torch.from_numpy, tokens.example(number))
-        logits = model(ids[None].long()).logits[0, :-1]
-        targets = ids[1:].long()[mask[1:]]
-        loss = loss + weight * cross_entropy(logits[mask[1:]], targets, reduction="sum")
-        divisor += weight * len(targets)
-    return loss, divisor
 
 
 def test_the_loss_is_that_of_a_plain_computation_in_every_layout(tiny, tmp_path):
@@ -72,7 +60,7 @@ def test_the_loss_is_that_of_a_plain_computation_in_every_layout(tiny, tmp_path)
     training, evaluated = sorted(stored, key=len, reverse=True)
     [first] = (run / "scratch").glob("model-*")
     model = AutoModelForCausalLM.from_pretrained(first)
-    loss, divisor = sums_of(model, training, range(len(training)))
+    loss, divisor = weighted_loss(model, training, range(len(training)))
     (loss / divisor).backward()
     loss = loss.detach()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
@@ -80,7 +68,7 @@ def test_the_loss_is_that_of_a_plain_computation_in_every_layout(tiny, tmp_path)
     assert steps["plain"][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     trained = AutoModelForCausalLM.from_pretrained(run / "model")
     with torch.no_grad():
-        loss, divisor = sums_of(trained, evaluated, range(len(evaluated)))
+        loss, divisor = weighted_loss(trained, evaluated, range(len(evaluated)))
     assert steps["plain"][-1]["eval_loss"] == pytest.approx(float(loss / divisor), rel=1e-5)
 
 
@@ -111,17 +99,22 @@ def test_weight_1_everywhere_is_no_weight_bit_for_bit(tiny, tmp_path, monkeypatc
 
 def test_rows_without_a_weight_count_1_whatever_else_their_source_holds(tmp_path, monkeypatch):
     monkeypatch.setattr("plugsft.data.sources.SLICE_ROWS", 2)
-    parts = [[row(n, weight=w) for n, w in enumerate([2, None, ""])], [row(n) for n in range(3)]]
-    tokens = prepared(tmp_path, [*parts, [row(1), row(2), row(3, weight=0)]], {})
+    parts = [
+        [text_row(n, weight=w) for n, w in enumerate([2, None, ""])],
+        [text_row(n) for n in range(3)],
+    ]
+    tokens = prepare_rows(tmp_path, [*parts, [text_row(1), text_row(2), text_row(3, weight=0)]], {})
     assert tokens.columns["weight"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1, 0]
     numbers = np.array([0, 8, 3])
     assert tokens.weights(numbers).tolist() == [2, 0, 1]
     assert tokens.divisor(numbers) == 2 * tokens.targets[0] + tokens.targets[3]
-    parts = [[row(n, importance=n) for n in range(3)], [row(n) for n in range(3)]]
-    tokens = prepared(tmp_path / "named", parts, {}, columns={"weight": "importance"})
+    parts = [[text_row(n, importance=n) for n in range(3)], [text_row(n) for n in range(3)]]
+    tokens = prepare_rows(tmp_path / "named", parts, {}, columns={"weight": "importance"})
     assert tokens.columns["weight"].tolist() == [0, 1, 2, 1, 1, 1]
-    assert "weight" not in prepared(tmp_path / "none", [[row(1)]], {}).columns
-    assert not prepared(tmp_path / "none", [[row(1, weight=3)]], {}, ignore=["weight"]).columns
+    assert "weight" not in prepare_rows(tmp_path / "none", [[text_row(1)]], {}).columns
+    assert not prepare_rows(
+        tmp_path / "none", [[text_row(1, weight=3)]], {}, ignore=["weight"]
+    ).columns
 
 
 @pytest.mark.parametrize(
@@ -139,21 +132,21 @@ def test_rows_without_a_weight_count_1_whatever_else_their_source_holds(tmp_path
     ids=["negative", "nan", "infinite", "too large", "very large", "too small", "boolean", "text"],
 )
 def test_a_weight_that_is_none_makes_a_bad_row(tmp_path, weight, shown):
-    rows = [row(1), row(2, weight=weight)]
+    rows = [text_row(1), text_row(2, weight=weight)]
     with pytest.raises(DataError, match=rf"line 2: 'weight' is {shown}.*should be 0, or a num"):
-        prepared(tmp_path, [rows], {})
-    tokens = prepared(tmp_path, [rows], {}, on_bad_row="drop")
+        prepare_rows(tmp_path, [rows], {})
+    tokens = prepare_rows(tmp_path, [rows], {}, on_bad_row="drop")
     assert tokens.columns["weight"].tolist() == [1]
 
 
 def test_other_names_of_weights_are_refused_with_the_cure(tmp_path):
     message = r"'sample_weight' says how much a row counts \(\[data\.columns\] weight names it\)"
     with pytest.raises(DataError, match=message):
-        prepared(tmp_path, [[row(1, sample_weight=2)]], {})
+        prepare_rows(tmp_path, [[text_row(1, sample_weight=2)]], {})
 
 
 def test_a_step_of_weight_0_is_refused_before_training(tiny, tmp_path):
-    rows = [row("x" * n, weight=int(n > 2)) for n in range(6)]
+    rows = [text_row("x" * n, weight=int(n > 2)) for n in range(6)]
     recipe = tiny(rows, train={"batch_size": 2, "micro_batch": 1, "epochs": 40})
     result = run_plugsft(recipe)
     assert result.returncode == 2
@@ -162,10 +155,10 @@ def test_a_step_of_weight_0_is_refused_before_training(tiny, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
     # In evaluation only the sum over all steps must not be 0.
     write_jsonl(tmp_path / "eval.jsonl", rows)
-    good = tiny([row(n) for n in range(6)], eval={"source": str(tmp_path / "eval.jsonl")})
+    good = tiny([text_row(n) for n in range(6)], eval={"source": str(tmp_path / "eval.jsonl")})
     result = run_plugsft(good, "train.batch_size=1", "train.micro_batch=1", "train.steps=1")
     assert result.returncode == 0, result.stderr
-    write_jsonl(tmp_path / "eval.jsonl", [row(n, weight=0) for n in range(6)])
+    write_jsonl(tmp_path / "eval.jsonl", [text_row(n, weight=0) for n in range(6)])
     result = run_plugsft(good, "--overwrite")
     assert result.returncode == 2 and "all 6 examples have the weight 0" in result.stderr
 
@@ -234,12 +227,12 @@ WEIGHS = """
 
 def test_a_plugin_may_weigh_rows(tmp_path, monkeypatch):
     activate(install(tmp_path / "site", weighs=WEIGHS), monkeypatch)
-    tokens = prepared(tmp_path, [[row(1), row(2)]], {"weighs": {"weight": 0.5}})
+    tokens = prepare_rows(tmp_path, [[text_row(1), text_row(2)]], {"weighs": {"weight": 0.5}})
     assert tokens.divisor() == 0.5 * tokens.targets.sum()
     with pytest.raises(
         PluginError, match=r"the column 'weight' the value -0\.5; it must be 0, or a"
     ):
-        prepared(tmp_path, [[row(1), row(2)]], {"weighs": {"weight": -0.5}})
+        prepare_rows(tmp_path, [[text_row(1), text_row(2)]], {"weighs": {"weight": -0.5}})
 
 
 def test_liger_s_loss_refuses_weights():

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from conftest import ROOT, chats, run_launch, run_ranks, write_jsonl
+from gradients import weighted_loss
 from plugin_packages import activate, install
-from test_weights import sums_of
 from transformers import AutoModelForCausalLM
 
 from plugsft.tokens.store import Tokens
@@ -133,14 +133,14 @@ def test_sharded_models_learn_weighted_rows_like_plain_torch(tiny, tmp_path, mon
         for group in optimizer.param_groups:
             group["lr"] = line["learning_rate"]
         optimizer.zero_grad()
-        loss, divisor = sums_of(model, training, range(len(training)))
+        loss, divisor = weighted_loss(model, training, range(len(training)))
         (loss / divisor).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         optimizer.step()
         assert line["loss"] == pytest.approx(loss.item() / divisor, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-5) and norm > LIMIT
     with torch.no_grad():
-        loss, divisor = sums_of(model, others, range(len(others)))
+        loss, divisor = weighted_loss(model, others, range(len(others)))
     assert evaluated["eval_loss"] == pytest.approx(loss.item() / divisor, rel=1e-5)
     trained = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
     for name, weight in model.state_dict().items():

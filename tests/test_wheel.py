@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import FULL, ROOT
 from packaging.metadata import Metadata
-from test_docs import REFUSED, RUN, in_a_shell, make_place, prepare_for
+from pages import REFUSED, RUN, in_a_shell, make_place, prepare_for
 
 from plugsft import __version__
 

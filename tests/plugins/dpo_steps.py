@@ -1,6 +1,8 @@
 """First steps of DPO, ours and TRL's."""
 
+import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -68,3 +70,17 @@ def assert_trl_s(run, trainer, batch):
     # Margins are small differences of sums of some 60, times beta.
     assert measured == pytest.approx(logged, rel=1e-5, abs=1e-5 * max(1.0, trainer.beta))
     return loss, measured
+
+
+def prepared_by_trl(tokenizer, rows):
+    """Return (ids, where the answer begins) of both answers of rows, as TRL prepares them."""
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    prepared = DPOTrainer._prepare_dataset(
+        SimpleNamespace(_tokenizer=tokenizer), Dataset.from_list(rows), tokenizer, args, "train"
+    )
+    sides = ("chosen_ids", "rejected_ids")
+    return [
+        [(row["prompt_ids"] + row[side], len(row["prompt_ids"])) for side in sides]
+        for row in prepared
+    ]

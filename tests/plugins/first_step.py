@@ -110,3 +110,15 @@ def logps_of(model, run):
             sums.append(found.sum())
             counts.append(len(found))
     return torch.stack(sums).view(-1, 2), torch.tensor(counts).view(-1, 2)
+
+
+def text_pairs(prompt=""):
+    """Make rows of plain texts, which these trainers read without a chat template."""
+    return [
+        {
+            "prompt": prompt or f"{row['prompt'][-1]['content']}\n",
+            "chosen": row["chosen"][0]["content"],
+            "rejected": row["rejected"][0]["content"],
+        }
+        for row in pairs(6, seed=3)
+    ]

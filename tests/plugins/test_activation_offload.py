@@ -10,7 +10,7 @@ import torch
 from conftest import bare_tables, chats, only_full
 from launching import TRAIN, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
-from test_gradient_checkpointing import SMALL, apply
+from small_models import SIX_LAYERS, apply
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import PluginError, RecipeError, testing
@@ -20,14 +20,14 @@ from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-LAYERS = SMALL["num_hidden_layers"]
+LAYERS = SIX_LAYERS["num_hidden_layers"]
 TOKENS = 120
 
 
 def make(options=None, checkpointing=None, adapters=False, dropout=0.1):
     """Return a model with the plugins on."""
     torch.manual_seed(0)
-    shape = SMALL | {"attention_dropout": dropout}
+    shape = SIX_LAYERS | {"attention_dropout": dropout}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa")
     if adapters:
         adapter = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
@@ -74,7 +74,7 @@ def test_selective_checkpoints_too():
 def test_with_checkpoints_only_the_inputs_of_layers_move():
     model, plugin = make({"min_bytes": 0}, {})
     train(model, micro_batches=1)
-    assert plugin.offload.moved == (LAYERS - 1) * TOKENS * SMALL["hidden_size"] * 4
+    assert plugin.offload.moved == (LAYERS - 1) * TOKENS * SIX_LAYERS["hidden_size"] * 4
 
 
 def test_weights_their_casts_and_what_layers_share_stay():
@@ -337,7 +337,7 @@ def test_compiled_layers_that_are_recomputed_learn_the_same():
         found = train(apply(model, Compile()))
     finally:
         torch._dynamo.reset()
-    assert plugin.offload.moved == 2 * (LAYERS - 1) * TOKENS * SMALL["hidden_size"] * 4
+    assert plugin.offload.moved == 2 * (LAYERS - 1) * TOKENS * SIX_LAYERS["hidden_size"] * 4
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 

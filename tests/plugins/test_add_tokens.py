@@ -5,7 +5,6 @@ import tomllib
 
 import pytest
 import torch
-from adapters import adapt
 from conftest import (
     chats,
     only_full,
@@ -17,6 +16,7 @@ from conftest import (
     write_recipe,
 )
 from launching import config, curve
+from small_models import adapt
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

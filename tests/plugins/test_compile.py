@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
+from families import SMALL
 from launching import TRAIN, config, curve
 from safetensors.torch import load_file
+from small_models import apply
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -38,21 +40,11 @@ from plugsft.registry.load import resolve
 
 # Those of torch, as its compiler is imported and traces.
 pytestmark = pytest.mark.filterwarnings("ignore")
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 MODELS = {
     "llama": LlamaConfig(**SMALL),
     # Layers of two kinds, of one class.
     "gemma3": Gemma3TextConfig(
         **SMALL,
-        head_dim=8,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"],
     ),
@@ -72,15 +64,6 @@ def forgets():
 
 
 SETTINGS = ("recompile_limit", "suppress_errors")
-
-
-def apply(model, plugin, *load):
-    """Give a model to a plugin, as a run would."""
-    steps = plugin.optimize_model(*load)
-    next(steps)
-    with pytest.raises(StopIteration) as end:
-        steps.send(model)
-    return end.value.value
 
 
 def make(name):
@@ -153,7 +136,7 @@ def test_torchs_kernel_for_packed_rows_is_inside_the_program(fixed, monkeypatch)
     monkeypatch.setattr(layers, "BACKEND", "eager")
     # Programs for one length suffice for rows of one shape.
     plugin = Compile(dynamic=not fixed)
-    config = LlamaConfig(**SMALL) if fixed else Qwen3Config(**SMALL, head_dim=8)
+    config = LlamaConfig(**SMALL) if fixed else Qwen3Config(**SMALL)
     with torch.device("meta"):
         kernel = register_kernel("torch", packed=True)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel).bfloat16()

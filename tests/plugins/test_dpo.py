@@ -11,6 +11,7 @@ import torch
 from conftest import (
     only_full,
     read_metrics,
+    read_record,
     run_launch,
     run_plugsft,
     run_ranks,
@@ -443,7 +444,9 @@ def test_however_it_is_laid_out_the_same_is_learned(tiny, tmp_path, plain, kind,
         words.append("train.micro_batch=1")
     run = tmp_path / "laid"
     assert train(of_kind(tiny, kind), run, *words) == about(plain(kind))
-    [summary] = [plugin["summary"] for plugin in record(run)["plugins"] if plugin["name"] == "dpo"]
+    [summary] = [
+        plugin["summary"] for plugin in read_record(run)["plugins"] if plugin["name"] == "dpo"
+    ]
     assert "sigmoid loss, beta 0.1; reference: " in summary
     saved = re.search(r"prompts shared: (\d+)% fewer tokens \(proved, \de[-+]\d\d off\)", summary)
     assert bool(saved) == (SHARED[1] in LAYOUTS[layout])
@@ -476,10 +479,6 @@ def test_a_prompt_that_is_not_seen_is_noticed_before_step_1(recipe, tmp_path, mo
     assert result.returncode == 2 and "step 1/" not in result.stdout
     assert "plugins.dpo: share_prompt: losses of a pair differ by" in result.stderr
     assert "this model's attention does not support it; remove share_prompt" in result.stderr
-
-
-def record(run):
-    return json.loads((run / "run.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

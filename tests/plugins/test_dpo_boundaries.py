@@ -1,25 +1,19 @@
 """dpo: both answers of a pair are trained from the same token on, as in TRL."""
 
-import logging
 import warnings
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
-from conftest import TEXT, only_full, tiny_tables
-from datasets import Dataset
-from dpo_steps import assert_trl_s, of_trl, open_dpo
+from conftest import only_full, tiny_tables
+from dpo_steps import assert_trl_s, of_trl, open_dpo, prepared_by_trl
 from first_step import say, shaken
+from formats import CALL, MAKERS, RESULT, TEMPLATES, tokenizer_of
 from peft import LoraConfig
-from template_families import CALL, RESULT
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from plugsft.data import prepare
-from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.slices import align_pairs, target_mask
 from plugsft.plugins.dpo import Dpo
@@ -29,76 +23,11 @@ from plugsft.tokens.tokenizer import lighten
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from trl import DPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl's own
 
-END, BEGIN, UNKNOWN = "<|im_end|>", "<|endoftext|>", "<unk>"
-SPECIAL = [
-    *(BEGIN, "<|im_start|>", END, UNKNOWN),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>"),
-]
-CORPUS = [TEXT] * 5 + ["6 x 7 is 42", "6 x 7 is forty", "who? 🦉 owls 🦊", "a\n\nb\n c"] * 20
-PLAIN = [text for text in CORPUS if text.isascii()]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
-
-def byte_level(across):
-    """A byte-level BPE; its tokens may go across spaces, as those of some newer models do."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    how = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(CORPUS, how)
-    return made
-
-
-def unigram():
-    """As SentencePiece makes them for T5 or XGLM."""
-    made = Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
-    how = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=SPECIAL, unk_token=UNKNOWN, show_progress=False
-    )
-    made.train_from_iterator(CORPUS, how)
-    return made
-
-
-def byte_fallback():
-    """As Llama 2's: no pre-tokenizer, and bytes for unknown characters."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    how = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + BYTES, show_progress=False)
-    made.train_from_iterator(PLAIN, how)
-    return made
-
-
-MAKERS = {
-    "BPE": lambda: byte_level(across=False),
-    "BPE across spaces": lambda: byte_level(across=True),
-    "Unigram": unigram,
-    "byte fallback": byte_fallback,
-}
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
-TEMPLATES["chatml"] = CHATML.read_text("utf8")
-backend_of = cache(lambda kind: MAKERS[kind]())
-
-
-def tokenizer_of(kind, template=None):
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend_of(kind), eos_token=END, bos_token=BEGIN, pad_token=BEGIN
-    )
-    made.chat_template = template and TEMPLATES[template]
-    return made
 
 
 def ask(words):
@@ -121,20 +50,6 @@ FORMATS = {
         for name, words in [("prompt", row["prompt"])]
     ],
 }
-
-
-def of_trl_alone(tokenizer, rows):
-    """Return (ids, where the answer begins) of both answers of rows, as TRL prepares them."""
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
-    prepared = DPOTrainer._prepare_dataset(
-        SimpleNamespace(_tokenizer=tokenizer), Dataset.from_list(rows), tokenizer, args, "train"
-    )
-    sides = ("chosen_ids", "rejected_ids")
-    return [
-        [(row["prompt_ids"] + row[side], len(row["prompt_ids"])) for side in sides]
-        for row in prepared
-    ]
 
 
 def of_ours(tokenizer, rows, folder):
@@ -172,7 +87,7 @@ NEWLINE = ("chatml", "qwen2_5", "gemma", "qwen3")
 @pytest.mark.parametrize(("form", "kind", "template"), KINDS)
 def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
     tokenizer, rows = tokenizer_of(kind, template), FORMATS[form]
-    theirs, ours = of_trl_alone(tokenizer, rows), of_ours(tokenizer, rows, tmp_path)
+    theirs, ours = prepared_by_trl(tokenizer, rows), of_ours(tokenizer, rows, tmp_path)
     for row, expected, found in zip(rows, theirs, ours, strict=True):
         for (their_ids, begin), (ids, mask) in zip(expected, found, strict=True):
             assert ids == their_ids, row
@@ -241,7 +156,7 @@ def test_no_template_lets_a_prompt_be_trained(name):
             continue  # behind a result it asks for nothing, and writes the role all the same
         if name.startswith(("nemotron", "deepseek_r1")):
             continue  # TRL leaves the thought of the prompt open
-        [expected] = of_trl_alone(tokenizer, [row])
+        [expected] = prepared_by_trl(tokenizer, [row])
         ids = encoded.ids.tolist()
         for (theirs, begin), found in zip(expected, (ids[:first], ids[first:]), strict=True):
             assert begin == begins[0], kind

@@ -1,19 +1,11 @@
 """dpo_reference: two numbers per pair, computed once, equal to those of each step."""
 
 import json
-import random
 
 import numpy as np
 import pytest
-from conftest import (
-    TEXT,
-    only_full,
-    read_metrics,
-    run_launch,
-    run_plugsft,
-    run_ranks,
-    start_plugsft,
-)
+from conftest import only_full, read_metrics, run_launch, run_plugsft, run_ranks, start_plugsft
+from first_step import pairs
 from launching import config
 from plugin_packages import activate, install
 
@@ -23,25 +15,6 @@ NUMBERS = ("loss", "grad_norm", "margin", "accuracy", "reward_chosen", "logp_rej
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 5, "learning_rate": 3e-3}
 REFERENCE = "plugins.dpo_reference={}"
 PACKED = ("plugins.bfd_packing.capacity=160", "train.micro_batch=1")
-
-
-def pairs(count, seed=0):
-    rng = random.Random(seed)
-
-    def say(most):
-        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, most)))
-
-    def answer():
-        return [{"role": "assistant", "content": say(14)}]
-
-    return [
-        {
-            "prompt": [{"role": "user", "content": say(16)}],
-            "chosen": answer(),
-            "rejected": answer(),
-        }
-        for _ in range(count)
-    ]
 
 
 @pytest.fixture

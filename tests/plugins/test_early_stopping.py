@@ -1,12 +1,11 @@
 """early_stopping: the run ends at the right step, resumed or not, and keeps its best model."""
 
-import json
 import math
 import shutil
 
 import pytest
 import torch
-from conftest import chats, run_plugsft, run_ranks, tiny_tables
+from conftest import chats, read_record, run_plugsft, run_ranks, tiny_tables
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 
@@ -46,10 +45,6 @@ TOLD = """
 """
 
 
-def record_of(run):
-    return json.loads((run / "run.json").read_text())
-
-
 def steps_in(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
@@ -73,7 +68,7 @@ def test_it_stops_at_the_same_step_resumed_on_fewer_ranks_and_keeps_the_best(
     run = tmp_path / "run"
     done = run_ranks(2, recipe)
     assert done.returncode == 0, done.stderr
-    record = record_of(run)
+    record = read_record(run)
     assert (record["status"], record["steps"]["done"], record["best"]["step"]) == (
         "completed",
         5,
@@ -98,12 +93,12 @@ def test_it_stops_at_the_same_step_resumed_on_fewer_ranks_and_keeps_the_best(
     done = run_plugsft(recipe, "--resume")
     assert done.returncode == 0, done.stderr
     assert "going on after step 4" in done.stdout
-    assert record_of(run)["reason"] == reason and record_of(run)["best"]["step"] == 2
+    assert read_record(run)["reason"] == reason and read_record(run)["best"]["step"] == 2
 
     # The checkpoint of the stop trains no further step.
     done = run_plugsft(recipe, "--resume")
     assert done.returncode == 0, done.stderr
-    assert record_of(run)["reason"] == reason and steps_in(run / "checkpoints") == [2, 4, 5]
+    assert read_record(run)["reason"] == reason and steps_in(run / "checkpoints") == [2, 4, 5]
 
 
 class Listener:

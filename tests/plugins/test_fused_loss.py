@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
+from families import SMALL, TIED
 from launching import config
 from peft import LoraConfig, get_peft_model
 from plugin_packages import activate, install
@@ -46,27 +47,13 @@ from plugsft.registry.load import resolve
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 VOCAB = 97
 CUT = find_spec("cut_cross_entropy")
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-TIED = SMALL | {"tie_word_embeddings": True}
-HEADS = TIED | {"head_dim": 8}
 MODELS = {
     "llama": LlamaConfig(**SMALL),
     "llama, tied": LlamaConfig(**TIED),
-    "qwen3": Qwen3Config(**HEADS),
-    "gemma3": Gemma3TextConfig(**HEADS, layer_types=None),
+    "qwen3": Qwen3Config(**TIED),
+    "gemma3": Gemma3TextConfig(**TIED, layer_types=None),
     # Logits of these are far from a straight line.
-    "gemma2": Gemma2Config(**HEADS, final_logit_softcapping=1.7, attn_logit_softcapping=50.0),
+    "gemma2": Gemma2Config(**TIED, final_logit_softcapping=1.7, attn_logit_softcapping=50.0),
     "granite": GraniteConfig(**SMALL, logits_scaling=0.3),
     "cohere2": Cohere2Config(**TIED, logit_scale=3.0),
     "phi, with a bias": PhiConfig(**SMALL),
@@ -336,7 +323,7 @@ def test_without_gradients_nothing_is_computed_for_them():
 def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
     plugin = fused(make(MODELS["llama"]))
     for number in range(8):
-        config = Gemma2Config(**HEADS, final_logit_softcapping=0.5 + number)
+        config = Gemma2Config(**TIED, final_logit_softcapping=0.5 + number)
         model, batch = make(config), padded()
         with torch.no_grad():
             loss = plugin.token_nll(model, batch, summed=True)

@@ -8,6 +8,7 @@ import torch
 from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
 from launching import TRAIN, curve, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
+from small_models import SIX_LAYERS, apply
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing
@@ -15,26 +16,7 @@ from plugsft.plugins.bfd_packing.attention import attend_per_document
 from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "attention_dropout": 0.1,
-}
-MODELS = {"llama": LlamaConfig(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=8)}
-
-
-def apply(model, plugin):
-    """Give a model to a plugin, as a run would."""
-    steps = plugin.optimize_model()
-    next(steps)
-    with pytest.raises(StopIteration) as end:
-        steps.send(model)
-    return end.value.value
+MODELS = {"llama": LlamaConfig(**SIX_LAYERS), "qwen3": Qwen3Config(**SIX_LAYERS)}
 
 
 def pair(name, lora=False, every=1):

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from families import SMALL
 from launching import config, curve, finish, launch
+from small_models import apply
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
 
 from plugsft import PluginError, RecipeError
@@ -31,11 +32,7 @@ def loaded(tmp_path, config, **options):
     model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
     plugin = Liger(**options)
-    loading = plugin.optimize_model()
-    next(loading)
-    with pytest.raises(StopIteration) as ended:
-        loading.send(model)
-    return plugin, ended.value.value
+    return plugin, apply(model, plugin)
 
 
 def kernels_of(model):

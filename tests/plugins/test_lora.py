@@ -4,10 +4,10 @@ import json
 import shutil
 import tomllib
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from adapters import adapt, shake
 from conftest import (
     chats,
     only_full,
@@ -21,7 +21,8 @@ from launching import TRAIN, config, curve
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from small_models import IDS, adapt, loss_and_gradients, save_base, shake
+from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import __version__ as transformers_version
 
 from plugsft import PluginError, RecipeError
@@ -34,38 +35,14 @@ from plugsft.registry.load import resolve
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 # 5.17's AutoModel leaves them at random values.
 READS_MODULES_TO_SAVE = Version(transformers_version) >= Version("5.18")
-IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
 def base(tmp_path):
-    """Give `base(tied, dtype)`: the folder of a small model."""
-
-    def make(tied=False, dtype=torch.float32, config=None):
-        torch.manual_seed(0)
-        config = config or LlamaConfig(**SIZES, tie_word_embeddings=tied)
-        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
-        return tmp_path / "base"
-
-    return make
-
-
-def gradients(model):
-    """Return the loss of IDS, and the gradient of all that is trained."""
-    loss = model(IDS, labels=IDS).loss
-    loss.backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return loss.detach(), torch.cat([one.grad.flatten() for one in trained]).float()
+    """Give `base(config, dtype, tied)`: the folder of a small model."""
+    return partial(save_base, tmp_path / "base")
 
 
 CASES = [
@@ -92,7 +69,7 @@ def test_losses_and_gradients_are_those_of_plain_peft(base, case):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     peft = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **theirs))
     shake(ours, peft)
-    (loss, mine), (expected, yours) = gradients(ours), gradients(peft)
+    (loss, mine), (expected, yours) = loss_and_gradients(ours), loss_and_gradients(peft)
     assert mine.norm() > 0.1
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert float((mine - yours).norm() / yours.norm()) < 1e-5
@@ -105,7 +82,7 @@ def test_a_run_begins_with_the_model_as_it_is(base, init):
     ours, _ = adapt(folder, r=4, init=init)
     again, _ = adapt(folder, r=4, init=init)
     torch.testing.assert_close(ours(IDS).logits, plain(IDS).logits, rtol=0, atol=1e-6)
-    assert gradients(ours)[1].norm() > 0
+    assert loss_and_gradients(ours)[1].norm() > 0
     for parameter, other in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter, other)
 
@@ -128,7 +105,7 @@ def test_on_bfloat16_what_is_trained_is_float32(base, options):
     assert {parameter.dtype for parameter in rough.parameters() if parameter.requires_grad} == {
         torch.float32
     }
-    (loss, expected), (about, found) = gradients(exact), gradients(rough)
+    (loss, expected), (about, found) = loss_and_gradients(exact), loss_and_gradients(rough)
     assert float(about) == pytest.approx(float(loss), rel=5e-3)
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
@@ -178,7 +155,7 @@ def test_gpt2_s_layers_are_of_another_kind(base):
     ],
 )
 def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied, options):
-    base(tied)
+    base(tied=tied)
     monkeypatch.chdir(tmp_path)
     ours, _ = adapt("base", r=4, **options)
     shake(ours)
@@ -264,7 +241,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny, options, says
 )
 def test_a_head_that_is_trained_is_not_read_raw(tiny, base, tied, options):
     tables = tomllib.loads(tiny(plugins={"lora": options}).read_text())
-    tables["model"] = {"path": str(base(tied))}
+    tables["model"] = {"path": str(base(tied=tied))}
     recipe, active = resolve(tables)
     check(active.attach(), recipe, look())
     tables["plugins"]["fused_loss"] = {}

@@ -2,10 +2,10 @@
 
 import json
 import tomllib
+from functools import partial
 
 import pytest
 import torch
-from adapters import adapt, shake
 from conftest import (
     chats,
     only_full,
@@ -16,11 +16,11 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
+from first_step import pairs
 from launching import config, curve
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_dpo_reference import pairs
-from test_lora import IDS, base, gradients  # noqa: F401  # a fixture
+from small_models import IDS, adapt, loss_and_gradients, save_base, shake
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from plugsft import RecipeError
@@ -33,6 +33,12 @@ from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 5, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Give `base(config, dtype, tied)`: the folder of a small model."""
+    return partial(save_base, tmp_path / "base")
 
 
 def of_peft(folder, target, **options):
@@ -61,7 +67,7 @@ def go_on(folder, adapters, dtype=torch.float32, empty=False, **options):
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_training_goes_on_as_plain_peft_s_would(base, tmp_path, options):  # noqa: F811
+def test_training_goes_on_as_plain_peft_s_would(base, tmp_path, options):
     folder = base()
     adapters = of_peft(folder, tmp_path / "peft", **options)
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -73,7 +79,7 @@ def test_training_goes_on_as_plain_peft_s_would(base, tmp_path, options):  # noq
         for model in (ours, peft)
     ]
     for _ in range(3):
-        (loss, mine), (expected, yours) = gradients(ours), gradients(peft)
+        (loss, mine), (expected, yours) = loss_and_gradients(ours), loss_and_gradients(peft)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
         assert float((mine - yours).norm() / yours.norm()) < 1e-5
         for optimizer in optimizers:
@@ -88,7 +94,7 @@ def test_training_goes_on_as_plain_peft_s_would(base, tmp_path, options):  # noq
     torch.testing.assert_close(read.eval()(IDS).logits, ours.eval()(IDS).logits, rtol=0, atol=1e-6)
 
 
-def test_adapters_are_loaded_where_the_base_is_still_in_its_files(base, tmp_path):  # noqa: F811
+def test_adapters_are_loaded_where_the_base_is_still_in_its_files(base, tmp_path):
     folder = base()
     adapters = of_peft(folder, tmp_path / "peft")
     here, _ = go_on(folder, adapters)
@@ -121,7 +127,7 @@ def edit(folder, **changed):
         ({}, {"init_lora_weights": "pissa"}, "which changed the base model"),
     ],
 )
-def test_other_settings_are_refused(tiny, base, tmp_path, options, changed, message):  # noqa: F811
+def test_other_settings_are_refused(tiny, base, tmp_path, options, changed, message):
     adapters = of_peft(base(), tmp_path / "peft")
     edit(adapters, **changed)
     tables = tomllib.loads(tiny(plugins={"lora": {"adapter": str(adapters)} | options}).read_text())
@@ -131,7 +137,7 @@ def test_other_settings_are_refused(tiny, base, tmp_path, options, changed, mess
         check(active.attach(), recipe, look())
 
 
-def test_what_holds_no_adapters_or_other_ones_is_refused(base, tmp_path):  # noqa: F811
+def test_what_holds_no_adapters_or_other_ones_is_refused(base, tmp_path):
     folder = base()
     with pytest.raises(RecipeError, match=r"it holds a whole model: name it in model\.path"):
         go_on(folder, folder)
@@ -159,7 +165,7 @@ def test_what_holds_no_adapters_or_other_ones_is_refused(base, tmp_path):  # noq
         go_on(folder, adapters)
 
 
-def test_a_base_that_was_quantized_otherwise_is_reported(base, tmp_path, capsys):  # noqa: F811
+def test_a_base_that_was_quantized_otherwise_is_reported(base, tmp_path, capsys):
     folder = base()
     adapters = of_peft(folder, tmp_path / "peft")
     go_on(folder, adapters)

@@ -5,12 +5,12 @@ import tomllib
 
 import pytest
 import torch
-from adapters import adapt, shake
 from conftest import only_full, run_launch, run_plugsft
 from families import tiny_config
 from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
+from small_models import IDS, adapt, shake
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError
@@ -22,7 +22,6 @@ from plugsft.registry.load import resolve
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
 WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 

@@ -6,6 +6,7 @@ import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from small_models import IDS, apply
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -29,7 +30,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def base_model(kind=Qwen2Config, dtype=torch.float32, **options):
@@ -46,11 +46,7 @@ def adapt(model, **options):
     """Add adapters as a run does, and move them away from zero."""
     plugin = Lora(r=4, alpha=6, **options)
     plugin.dtype = str(model.dtype).removeprefix("torch.")
-    wrapper = plugin.optimize_model(Load("base"))
-    next(wrapper)
-    with pytest.raises(StopIteration) as ended:
-        wrapper.send(model)
-    return move(ended.value.value)
+    return move(apply(model, plugin, Load("base")))
 
 
 def move(model):

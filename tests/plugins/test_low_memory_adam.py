@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import only_full, run_launch, run_plugsft, tiny_tables, write_recipe
-from launching import config
-from test_bfloat16_learning import EXAMPLES, Base
+from launching import EXAMPLES, TrainedBase, config
 
 from plugsft import testing
 from plugsft.plugins.low_memory_adam import corrected
@@ -28,7 +27,7 @@ COUNT = 1 << 18
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return functools.cache(lambda seed: Base(tmp_path_factory.mktemp(f"seed-{seed}"), seed))
+    return functools.cache(lambda seed: TrainedBase(tmp_path_factory.mktemp(f"seed-{seed}"), seed))
 
 
 def bits(seed=0, step=1, number=1):
@@ -130,7 +129,7 @@ def test_gradients_of_64_micro_batches_add_up_in_bfloat16(base):
 
 def ensure_falls(base, steps, plugins, narrow, tolerance, micro=EXAMPLES):
     keys = {"weights": "bfloat16"} if narrow else {"dtype": "float32"}
-    found = base.judged(steps, None, micro, plugins=plugins, **keys)
+    found = base.compared(steps, None, micro, plugins=plugins, **keys)
     assert found.share == pytest.approx(1, abs=tolerance)
 
 

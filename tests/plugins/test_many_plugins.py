@@ -7,9 +7,9 @@ import json
 
 import pytest
 from conftest import only_full, run_launch, run_plugsft
+from first_step import pairs
 from launching import config, curve
 from safetensors.torch import load_file
-from test_dpo_reference import pairs
 from torch.testing import assert_close
 
 LEARNING = {

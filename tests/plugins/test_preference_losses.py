@@ -9,6 +9,7 @@ import torch
 from conftest import (
     only_full,
     read_metrics,
+    read_record,
     run_launch,
     run_plugsft,
     tiny_tables,
@@ -16,11 +17,10 @@ from conftest import (
 )
 from datasets import Dataset
 from dpo_steps import open_dpo
-from first_step import logps_of, pairs, shaken
+from first_step import logps_of, pairs, shaken, text_pairs
 from gradients import assert_equal, gradients
 from launching import config
 from plugin_packages import TRL
-from test_dpo import record
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
@@ -55,18 +55,6 @@ CPO = [
 ]
 
 
-def text_rows(prompt=""):
-    """Make rows of plain texts, which these trainers read without a chat template."""
-    return [
-        {
-            "prompt": prompt or f"{row['prompt'][-1]['content']}\n",
-            "chosen": row["chosen"][0]["content"],
-            "rejected": row["rejected"][0]["content"],
-        }
-        for row in pairs(6, seed=3)
-    ]
-
-
 def assert_trains_as_trl(run, trainer_class, config):
     """Compare the loss of all rows, its gradients and metrics with those of a trainer of TRL.
 
@@ -97,7 +85,7 @@ def assert_trains_as_trl(run, trainer_class, config):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("options", "name"), CPO)
 def test_cpo_and_simpo_equal_trl(tmp_path, options, name):
-    run = open_dpo(tmp_path / "run", rows=text_rows(), **options)
+    run = open_dpo(tmp_path / "run", rows=text_pairs(), **options)
     used = options_of(Dpo(**options))
     config = cpo.CPOConfig(
         output_dir=str(tmp_path),
@@ -119,7 +107,7 @@ def test_cpo_and_simpo_equal_trl(tmp_path, options, name):
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_orpo_equals_trl(tmp_path, beta):
     """TRL's nll is also that of the prompt's tokens; a prompt of one token has none."""
-    run = open_dpo(tmp_path / "run", rows=text_rows("?"), loss="orpo", beta=beta)
+    run = open_dpo(tmp_path / "run", rows=text_pairs("?"), loss="orpo", beta=beta)
     config = orpo.ORPOConfig(
         output_dir=str(tmp_path), beta=beta, **(TRL | {"per_device_train_batch_size": 1})
     )
@@ -231,7 +219,7 @@ def test_pairs_are_learned_without_a_reference(tiny, tmp_path, loss):
     assert result.returncode == 0, result.stderr
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-    [plugin] = record(tmp_path / "run")["plugins"]
+    [plugin] = read_record(tmp_path / "run")["plugins"]
     assert plugin["summary"].startswith(f"{loss} loss, beta ")
     assert plugin["summary"].endswith("; reference: none")
 

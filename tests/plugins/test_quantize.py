@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import shake
 from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
 from restored_base import NF4, restored
 from saved_runs import read
+from small_models import IDS, save_base, shake
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch._subclasses import FakeTensor
@@ -60,7 +60,6 @@ LLAMA = LlamaConfig(
 GPT2 = GPT2Config(
     vocab_size=90, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
 )
-IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
 KIND, WITH_LORA = {"kind": "nf4"}, {"plugins": {"lora": {"r": 4}}}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 INT8 = {"kind": "int8"}
@@ -70,13 +69,7 @@ KINDS = pytest.mark.parametrize("kind", [KIND, pytest.param(INT8, marks=only_ful
 @pytest.fixture
 def base(tmp_path):
     """Give `base(config)`: the folder of a small model."""
-
-    def make(config=LLAMA, dtype=torch.float32):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
-        return tmp_path / "base"
-
-    return make
+    return lambda config=LLAMA: save_base(tmp_path / "base", config)
 
 
 def recipe_of(folder, quantize=(), lora=(), **tables):

@@ -16,11 +16,12 @@ from conftest import (
     only_full,
     run_plugsft,
     start_plugsft,
+    wait_for,
     write_jsonl,
     write_recipe,
 )
-from many_slices import many_slices, wait_for
 from plugin_packages import activate, install
+from prepared_rows import many_slices
 
 from plugsft import RecipeError
 from plugsft.base.machine import look

@@ -18,11 +18,10 @@ from conftest import (
 )
 from datasets import Dataset
 from families import FAMILIES, build
-from first_step import ROWS, FirstStep, pairs, shaken
+from first_step import ROWS, FirstStep, pairs, shaken, text_pairs
 from gradients import assert_equal, gradients
 from launching import config
 from plugin_packages import TRL
-from test_preference_losses import text_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -77,7 +76,7 @@ CASES = [
     (ROWS, {}),
     (ROWS, {"center": 0.05}),
     ([row | {"margin": number / 4} for number, row in enumerate(ROWS)], {"center": 0.01}),
-    (text_rows(), {}),
+    (text_pairs(), {}),
 ]
 
 
@@ -406,7 +405,7 @@ def test_a_pad_token_that_ends_answers_is_refused(tmp_path):
     )
     recipe = write_recipe(
         tmp_path / "recipe.toml",
-        tiny_tables(tmp_path, text_rows()) | {"plugins": {"reward": {}}} | tables,
+        tiny_tables(tmp_path, text_pairs()) | {"plugins": {"reward": {}}} | tables,
     )
     result = run_plugsft(recipe)
     assert result.returncode == 2

@@ -9,7 +9,7 @@ import torch
 from conftest import bare_tables, chats, only_full
 from launching import TRAIN, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
-from test_gradient_checkpointing import SMALL, apply
+from small_models import SIX_LAYERS, apply
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from plugsft.plugins.gradient_checkpointing.layers import (
 from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-LAYERS = SMALL["num_hidden_layers"]
+LAYERS = SIX_LAYERS["num_hidden_layers"]
 KINDS = ("none", "full", "attention", "ops")
 
 
@@ -55,7 +55,7 @@ class Operations(TorchDispatchMode):
 def make(kind, adapters=None, dropout=0.0):
     """Return a model without checkpoints, with full, or with selective ones."""
     torch.manual_seed(0)
-    shape = SMALL | {"attention_dropout": dropout}
+    shape = SIX_LAYERS | {"attention_dropout": dropout}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa")
     if adapters is not None:
         options = {"target_modules": "all-linear", "lora_dropout": adapters}

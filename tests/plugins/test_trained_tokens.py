@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from datasets import Dataset
-from test_dpo_boundaries import of_trl_alone, tokenizer_of
+from dpo_steps import prepared_by_trl
+from formats import ASK, TELL, tokenizer_of
 
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
@@ -26,7 +27,6 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl's own
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 OTHER = {"role": "assistant", "content": "5"}
 ROWS = {
     "messages": {"messages": [ASK, TELL]},
@@ -48,7 +48,7 @@ TABLE = [
 def of_trl(tokenizer, row):
     """Return [(ids, mask)] of a row as TRL's trainers prepare it."""
     if "chosen" in row:
-        [pair] = of_trl_alone(tokenizer, [row])
+        [pair] = prepared_by_trl(tokenizer, [row])
         return [(ids, [place >= begin for place in range(len(ids))]) for ids, begin in pair]
     chats = "messages" in row
     names = ("dataset_num_proc", "max_length", "dataset_kwargs", "shuffle_dataset", "packing")
