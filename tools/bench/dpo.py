@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import shared
+import tomli_w
 from gpu_cases import LARGE, SMALL, Case, Shape, count_words
 
 from plugsft.lab import timing
@@ -86,7 +87,7 @@ def report(rounds: list[dict[str, Any]]) -> None:
     """Print one line for each contender, compared with TRL's best."""
 
     def median(name: str, field: str) -> float:
-        return statistics.median(figures[name][field] for figures in rounds)
+        return float(statistics.median(figures[name][field] for figures in rounds))
 
     trl_names = [name for name in rounds[0] if name.startswith("trl")]
     best = min(trl_names, key=lambda name: median(name, "step"), default="")
@@ -130,9 +131,12 @@ class Work:
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return the contenders: plugsft with more and more plugins, and TRL."""
-        packing = {"bfd_packing": {"capacity": self.options.capacity}, "fused_loss": {}}
-        shared_prompt = {**packing, "dpo": {"share_prompt": True}}
-        reference = {"dpo_reference": {}}
+        packing: dict[str, Any] = {
+            "bfd_packing": {"capacity": self.options.capacity},
+            "fused_loss": {},
+        }
+        shared_prompt: dict[str, Any] = {**packing, "dpo": {"share_prompt": True}}
+        reference: dict[str, Any] = {"dpo_reference": {}}
         return {
             "padded": lambda: self.run_plugsft(),
             "packed": lambda: self.run_plugsft(**packing),
@@ -146,7 +150,7 @@ class Work:
             "trl precomputed": lambda: self.run_trl({"precompute_ref_log_probs": True}),
         }
 
-    def run_plugsft(self, second_run: bool = False, **plugins: dict) -> dict[str, Any]:
+    def run_plugsft(self, second_run: bool = False, **plugins: dict[str, Any]) -> dict[str, Any]:
         """Train one epoch; return its figures."""
         packed = "bfd_packing" in plugins
         if self.options.lora:
@@ -175,7 +179,7 @@ class Work:
             "whole": run_seconds,
         }
 
-    def recipe(self, packed: bool, plugins: dict[str, dict]) -> Path:
+    def recipe(self, packed: bool, plugins: dict[str, dict[str, Any]]) -> Path:
         """Write a recipe."""
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         train = {"batch_size": self.batch, "learning_rate": RATE, "log_every": 1_000_000}
@@ -188,10 +192,10 @@ class Work:
             "plugins": {"dpo": {"beta": BETA}} | plugins,
         }
         path = self.folder / "recipe.toml"
-        path.write_text(shared.tomli_w.dumps(tables))
+        path.write_text(tomli_w.dumps(tables))
         return path
 
-    def run_trl(self, settings: dict) -> dict[str, Any]:
+    def run_trl(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Train an epoch with TRL."""
         arguments = {
             "folder": str(self.folder),
@@ -203,7 +207,7 @@ class Work:
         }
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
         start = time.perf_counter()
-        result = shared.run_python(
+        result: dict[str, Any] = shared.run_python(
             __file__, "--child", json.dumps(arguments), **self.environment | quiet
         )
         return result | {"whole": time.perf_counter() - start}
@@ -228,7 +232,7 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
     return temporary.replace(path)
 
 
-def run_trl(arguments: dict) -> dict[str, Any]:
+def run_trl(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train with TRL's trainer, without logging or saving."""
     import torch
     from datasets import disable_progress_bars, load_dataset
@@ -241,7 +245,7 @@ def run_trl(arguments: dict) -> dict[str, Any]:
     batch, micro = arguments["batch"]
     positions, passes, seconds = [0], [0.0], list[float]()
 
-    def count_inputs(_module: Any, _inputs: Any, kwargs: dict) -> None:
+    def count_inputs(_module: Any, _inputs: Any, kwargs: dict[str, Any]) -> None:
         positions[0] += kwargs["input_ids"].numel()
 
     class Clock(TrainerCallback):
@@ -255,14 +259,14 @@ def run_trl(arguments: dict) -> dict[str, Any]:
 
     compute = DPOTrainer.compute_ref_log_probs
 
-    def count_reference(self: Any, model: Any, inputs: dict) -> Any:
+    def count_reference(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
         start = time.perf_counter()
-        log_probs = compute(self, model, inputs)
+        log_probs = compute(self, model, inputs)  # type: ignore[no-untyped-call]  # untyped upstream
         passes[0] += time.perf_counter() - start
         positions[0] += inputs["input_ids"].numel()
         return log_probs
 
-    DPOTrainer.compute_ref_log_probs = count_reference
+    DPOTrainer.compute_ref_log_probs = count_reference  # type: ignore[method-assign]
     settings = DPOConfig(
         output_dir=f"{arguments['folder']}/trl",
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": arguments["dtype"]},

@@ -155,7 +155,7 @@ def run_all_items(phase: str, options: argparse.Namespace, results: Results) -> 
         arguments = json.dumps({"phase": phase, "done": [*results.all], "lines": str(lines)})
         with started(sys.executable, __file__, "--items", arguments, log=log) as process:
             try:
-                for line in follow(process, lines, lambda limit=limit: limit[0]):
+                for line in follow(process, lines, partial(limit.__getitem__, 0)):
                     finished = line.get("finished", False)
                     current = line.get("name", current)
                     limit[0] = min(options.end, time.monotonic() + ITEM_LIMIT)

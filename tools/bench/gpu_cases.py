@@ -217,11 +217,11 @@ def shrink(case: Case) -> Case:
     shape = replace(
         case.shape, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1000
     )
-    tiny = {"batch": 8, "micro": 4, "steps": 1, "median": 40, "longest": 128}
+    tiny: dict[str, Any] = {"batch": 8, "micro": 4, "steps": 1, "median": 40, "longest": 128}
     return replace(case, shape=shape, dtype="float32", contenders=TINY[case.lora], **tiny)
 
 
-def parse_case(fields: dict) -> Case:
+def parse_case(fields: dict[str, Any]) -> Case:
     """Return the case that these JSON fields describe."""
     return Case(**fields | {"shape": Shape(**fields["shape"])})
 
@@ -231,7 +231,7 @@ def count_words(shape: Shape) -> int:
     return min(shape.vocab, 20_000) - 10
 
 
-def make_model(arguments: dict) -> None:
+def make_model(arguments: dict[str, Any]) -> None:
     """Save a model with random weights, and a tokenizer with one word per token."""
     case, folder = parse_case(arguments["case"]), Path(arguments["folder"], "model")
     words = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<|unk|>", "user", "assistant"]
@@ -241,11 +241,11 @@ def make_model(arguments: dict) -> None:
     )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": words[0], "eos_token": words[1], "unk_token": words[3]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)  # type: ignore[no-untyped-call]  # untyped upstream
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=dtype)  # type: ignore[no-untyped-call]  # untyped upstream
     model.save_pretrained(folder)

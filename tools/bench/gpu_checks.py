@@ -121,7 +121,7 @@ def attend_with_mask(query: Tensor, key: Tensor, value: Tensor, window: int | No
     if window is not None:
         visible &= distance < window
     key, value = (tensor.repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (key, value))
-    scores = query @ key.transpose(2, 3) * WIDTH**-0.5
+    scores: Tensor = query @ key.transpose(2, 3) * WIDTH**-0.5
     return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
@@ -141,7 +141,8 @@ def attend_with_torch(query: Tensor, key: Tensor, value: Tensor, window: int | N
     """Call torch's kernel as the plugin does."""
     module: Any = None
     options = {**document_bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
-    return attend_varlen(module, query, key, value, None, **options)[0]
+    output: Tensor = attend_varlen(module, query, key, value, None, **options)[0]
+    return output
 
 
 def attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -158,7 +159,9 @@ def package_attention(name: str) -> Callable[..., Tensor]:
         arguments = document_bounds()
         arguments.pop("documents")
         output: Tensor = _flash_attention_forward(
-            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attention_mask=None,
             query_length=query.shape[2],
             is_causal=True,
@@ -211,7 +214,8 @@ def fused_loss(
     """Return the loss of a kernel of the plugin."""
     head = SimpleNamespace(weight=weight, bias=None)
     rows = trained_rows({"labels": labels})
-    return loss.compute(head, transform, hidden, labels, True, rows).sum()
+    nll: Tensor = loss.compute(head, transform, hidden, labels, True, rows)
+    return nll.sum()
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, transform: LogitTransform, labels: Tensor) -> Tensor:
@@ -222,7 +226,7 @@ def plain_loss(hidden: Tensor, weight: Tensor, transform: LogitTransform, labels
 
 def make_fused_loss(kernel: str) -> HeadLoss:
     """Return the loss of the plugin with this kernel; raise RecipeError if it cannot run."""
-    plugin = FusedLoss(kernel=kernel)  # type: ignore[arg-type]
+    plugin = FusedLoss(kernel=kernel)
     recipe: Any = SimpleNamespace(provides=lambda capability: None)
     plugin.check(recipe)
     return HeadLoss(plugin.package, plugin.chunk, plugin.packed)
@@ -231,7 +235,8 @@ def make_fused_loss(kernel: str) -> HeadLoss:
 def small_model(dtype: torch.dtype) -> Any:
     """Return a small model with random norms: norms of ones would hide a gradient."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SMALL).to(DEVICE, dtype)
+    model = AutoModelForCausalLM.from_config(SMALL)  # type: ignore[no-untyped-call]  # untyped upstream
+    model = model.to(DEVICE, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

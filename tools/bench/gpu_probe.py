@@ -38,8 +38,10 @@ from plugsft.plugins.bfd_packing.attention import attend_per_document
 from plugsft.plugins.flash_attention import varlen
 from plugsft.plugins.flash_attention.varlen import largest_error
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "pyarrow", "trl", "peft")
-PACKAGES += ("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "cut-cross-entropy")
+PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "datasets", "pyarrow", "trl", "peft"),
+    *("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "cut-cross-entropy"),
+)
 SIDE = 8192 if GPU else 64
 BYTES = 1 << 32 if GPU else 1 << 20
 CALLS = 2_000 if GPU else 50
@@ -70,7 +72,7 @@ def describe_versions() -> dict[str, Any]:
     return versions | {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # untyped upstream
         "gpu": torch.cuda.get_device_name() if GPU else None,
         "gpu_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1) if GPU else None,
         "cores": len(os.sched_getaffinity(0)),
@@ -94,6 +96,11 @@ def finish() -> None:
     """Wait for the device."""
     if GPU:
         torch.cuda.synchronize()
+
+
+def take_step(kernel: Callable[[], Tensor]) -> None:
+    """Call a kernel, forward and backward."""
+    kernel().sum().backward()  # type: ignore[no-untyped-call]  # untyped upstream
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -154,7 +161,8 @@ def launch() -> dict[str, float]:
 def plan_attention() -> dict[str, Any]:
     """Return the seconds of SDPA, both ways, for 20 new lengths, with cuDNN and with flash."""
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    times: dict[str, Any] = {"cudnn is on by default": torch.backends.cuda.cudnn_sdp_enabled()}
+    default = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # untyped upstream
+    times: dict[str, Any] = {"cudnn is on by default": default}
     for name, kernel in kernels.items():
         with sdpa_kernel(kernel if GPU else SDPBackend.MATH):
             try:
@@ -171,8 +179,9 @@ def plan_attention() -> dict[str, Any]:
 def attend(length: int) -> None:
     """Compute causal attention of a document, both ways."""
     query, key, value = (random(1, heads, length, 128).requires_grad_() for heads in (16, 8, 8))
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    output.sum().backward()
+    take_step(
+        partial(scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True)
+    )
     finish()
 
 
@@ -188,7 +197,7 @@ def call_attention() -> dict[str, Any]:
         try:
             figures[f"{name}, error"] = largest_error(kernel, DEVICE)
             call = partial(kernel, *tensors, *layout, scale=128**-0.5, window_size=(-1, 0))
-            figures[f"{name}, ms"] = 1e3 * seconds_of(lambda call=call: call().sum().backward())
+            figures[f"{name}, ms"] = 1e3 * seconds_of(partial(take_step, call))
         except (RuntimeError, TypeError, ValueError) as error:
             figures[name] = str(error)[:200]
     return figures
@@ -283,7 +292,7 @@ class Warnings:
 def place() -> str:
     """Return the innermost lines of the stack outside of torch and of this file."""
     frame: Any = sys._getframe(1)
-    names = []
+    names: list[str] = []
     while frame is not None and len(names) < 3:
         path = frame.f_code.co_filename
         if "/torch/" not in path and path != __file__ and not path.endswith("warnings.py"):

@@ -94,7 +94,8 @@ class Results:
     """The results of a phase: a JSON file that is written after each of them."""
 
     def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        self.path, self.report = path, {"machine": machine, "results": {}}
+        self.path = path
+        self.report: dict[str, Any] = {"machine": machine, "results": {}}
         if path.exists():
             self.report = json.loads(path.read_text())
             other = self.report["machine"]["gpu"]

@@ -71,7 +71,7 @@ def time_loss(trained: bool) -> Iterator[dict[str, Any]]:
         from trl.kernels import ChunkedLogProbFunction
 
         rows, targets = hidden[0, :-1], labels[0, 1:]
-        log_probs = ChunkedLogProbFunction.apply(
+        log_probs: Tensor = ChunkedLogProbFunction.apply(  # type: ignore[no-untyped-call]  # untyped upstream
             rows, weight, None, targets, 1.0, VOCAB_CHUNK, None, 1.0, ()
         )[0]
         return -log_probs.sum()
@@ -133,7 +133,10 @@ def time_step(step: Step) -> tuple[float, float | None]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped upstream
+        for _ in range(2)
+    )
     start.record()
     step()
     end.record()

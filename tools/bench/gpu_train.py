@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 import shared
+import tomli_w
 from gpu_cases import OVERHEAD, RATE, WARM, Case, Contender, count_words, flops_per_token
 from gpu_process import Failed, Results, TimeUp, explain_failure, follow, run_to_end, started
+
+from plugsft.tokens.store import Tokens
 
 LIMIT = 240.0
 """Most seconds of a contender."""
@@ -75,7 +78,7 @@ class Bench:
 
     def flops(self) -> dict[str, float]:
         """Return the FLOP per token: all of the head, and the head of trained tokens only."""
-        tokens = shared.Tokens(self.tokens)
+        tokens = Tokens(self.tokens)
         share = float(tokens.targets.sum() / tokens.lengths.sum())
         shape, lora = self.case.shape, self.case.lora
         return {
@@ -83,7 +86,7 @@ class Bench:
             "flops_per_token_trained_head": flops_per_token(shape, tokens.lengths, lora, share),
         }
 
-    def recipe(self, name: str, contender: Contender, data: dict) -> Path:
+    def recipe(self, name: str, contender: Contender, data: dict[str, Any]) -> Path:
         """Write a contender's recipe."""
         case, plugins = self.case, {plugin: dict[str, Any]() for plugin in contender.plugins}
         train: dict[str, Any] = {"batch_size": case.chats(contender.rows), "learning_rate": RATE}
@@ -117,7 +120,7 @@ class Bench:
             "plugins": plugins,
         }
         path = self.folder / f"{name}.toml"
-        path.write_text(shared.tomli_w.dumps(tables))
+        path.write_text(tomli_w.dumps(tables))
         return path
 
     @property
@@ -127,7 +130,7 @@ class Bench:
 
     def mean_length(self) -> float:
         """Return the mean length of the chats."""
-        return float(shared.Tokens(self.tokens).lengths.mean())
+        return float(Tokens(self.tokens).lengths.mean())
 
     def run(self, contender: Contender, end: float) -> dict[str, Any]:
         """Train; return the figures."""
@@ -186,7 +189,7 @@ class Bench:
             "cpu": self.cpu,
             "lines": str(self.folder / "trl.jsonl"),
         }
-        lines, log = Path(arguments["lines"]), self.folder / "log"  # type: ignore[arg-type]
+        lines, log = self.folder / "trl.jsonl", self.folder / "log"
         lines.unlink(missing_ok=True)
         script = Path(__file__).with_name("gpu_trl.py")
         with started(sys.executable, script, json.dumps(arguments), log=log) as process:
@@ -200,9 +203,10 @@ def rows_per_step(case: Case, rows: int, mean: float) -> int:
     return max(1, round(case.chats(rows) * mean / rows))
 
 
-def tokens_per_second(lines: list[dict]) -> float:
+def tokens_per_second(lines: list[dict[str, Any]]) -> float:
     """Return the tokens per second of these steps."""
-    return sum(line["tokens"] for line in lines) / sum(line["step_seconds"] for line in lines)
+    tokens = float(sum(line["tokens"] for line in lines))
+    return tokens / float(sum(line["step_seconds"] for line in lines))
 
 
 def measure_case(bench: Bench, names: list[str], rounds: int, results: Results) -> None:

@@ -27,6 +27,7 @@ from plugsft.base.machine import peak_memory
 from plugsft.batches.plan import shuffle
 from plugsft.plugins.bfd_packing.attention import attend as attend_documents
 from plugsft.plugins.flash_attention import varlen
+from plugsft.tokens.store import Tokens
 
 ATTENTION = "plugsft_for_trl"
 """Name of plugsft's attention in transformers, as TRL calls it."""
@@ -50,7 +51,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train with TRL's trainer; nothing is logged or saved."""
     case, cpu = parse_case(arguments["case"]), arguments["cpu"]
     contender = Contender.parse(arguments["contender"])
-    tokens = shared.Tokens(Path(arguments["tokens"]))
+    tokens = Tokens(Path(arguments["tokens"]))
     settings, options, notes = choose_settings(case, contender, cpu, float(tokens.lengths.mean()))
     settings["max_steps"] = WARM + case.steps
     trainer, clock = make_trainer(Path(arguments["folder"]), tokens, settings, options, case.lora)
@@ -120,12 +121,12 @@ def make_trainer(
     class Counted(SFTTrainer):
         """Counts the tokens of each micro-batch."""
 
-        def compute_loss(self, model: Any, inputs: dict, *arguments: Any, **options: Any) -> Any:
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
             clock.count(inputs)
-            return super().compute_loss(model, inputs, *arguments, **options)
+            return super().compute_loss(model, inputs, *arguments, **options)  # type: ignore[no-untyped-call]  # untyped upstream
 
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
-    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none"}
+    quiet: dict[str, Any] = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none"}
     trainer = Counted(
         str(folder / "model"),
         SFTConfig(

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,16 +117,18 @@ def report(options: argparse.Namespace) -> None:
     )
 
 
-def run_once(process: subprocess.Popen) -> dict[str, Any]:
+def run_once(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Run a contender once; return its figures."""
+    assert process.stdin and process.stdout
     process.stdin.write("go\n")
     process.stdin.flush()
-    return json.loads(process.stdout.readline())
+    figures: dict[str, Any] = json.loads(process.stdout.readline())
+    return figures
 
 
 def relative_difference(expected: dict[str, Any], actual: dict[str, Any]) -> float:
     """Return the largest relative difference of losses and gradients."""
-    largest = abs(expected["loss"] / actual["loss"] - 1)
+    largest: float = abs(expected["loss"] / actual["loss"] - 1)
     for name, values in expected["gradients"].items():
         values, other_values = np.array(values), np.array(actual["gradients"][name])
         largest = max(largest, float(np.abs(values - other_values).max() / np.abs(values).max()))
@@ -144,7 +147,7 @@ def serve(options: argparse.Namespace) -> None:
         base = read_memory("VmRSS")
         started, processor_started = time.perf_counter(), time.process_time()
         loss = loss_of(hidden, weight, labels) / total
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped upstream
         figures: dict[str, Any] = {"seconds": time.perf_counter() - started}
         figures["processor_seconds"] = time.process_time() - processor_started
         figures["peak"] = read_memory("VmHWM") - base - gradients
@@ -219,21 +222,20 @@ def trl_trained() -> Loss:
 def trl_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Call TRL's kernel as its SFTTrainer does."""
     arguments = (hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs",))
-    return ChunkedLogProbFunction.apply(*arguments)[0]
+    log_probs: Tensor = ChunkedLogProbFunction.apply(*arguments)[0]  # type: ignore[no-untyped-call]  # untyped upstream
+    return log_probs
 
 
 def fused() -> Loss:
     """Return the loss of the fused_loss plugin."""
 
-    class Head:
-        bias = None
-
-    loss, head = HeadLoss(package="", chunk=None, packed=False), Head()
+    loss = HeadLoss(package="", chunk=None, packed=False)
 
     def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        head.weight = weight
+        head = SimpleNamespace(weight=weight, bias=None)
         rows = trained_rows({"labels": labels})
-        return loss.compute(head, LogitTransform(), hidden, labels, True, rows).sum()
+        nll: Tensor = loss.compute(head, LogitTransform(), hidden, labels, True, rows)
+        return nll.sum()
 
     return compute
 

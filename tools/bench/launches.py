@@ -83,11 +83,11 @@ class Steps:
         return self.launches[part] / max(1, self.parts[part])
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
     """Counts operators of forward, backward and the optimizer."""
 
     def __init__(self, steps: Steps) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
         self.steps = steps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

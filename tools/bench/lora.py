@@ -60,8 +60,8 @@ def main() -> None:
     if options.processor:
         torch.set_num_threads(1)
     clock = time.process_time if options.processor else time.perf_counter
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
     disable_progress_bars()
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,7 +110,7 @@ def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
     tokenizer = train_tokenizer([Rows()], lambda *_: text, 300)
     model = make_scratch_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
     model.resize_token_embeddings(vocab)
-    model.to(dtype).save_pretrained(folder / "model")
+    model.to(dtype).save_pretrained(folder / "model")  # type: ignore[arg-type]
     tokenizer.save_pretrained(folder / "model")
 
 
@@ -163,7 +163,7 @@ def plugsft_step(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = Fal
 
     def step() -> float:
         loss = core.step(model, batch, total, core.token_nll)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped upstream
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ API: Any = plugsft.api if hasattr(plugsft.api, "prepare") else plugsft
 """Older commits have these functions beside the names for plugins."""
 SKIPPED = 3
 """The first steps of a run, which are not counted."""
-PACKED = {"bfd_packing": {"capacity": 1024, "overlong": "truncate"}}
+PACKED: dict[str, Any] = {"bfd_packing": {"capacity": 1024, "overlong": "truncate"}}
 QUESTIONS = [f"What is {word}?" for word in ("a river", "a stone", "a bridge", "a boat", "a mill")]
 
 

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import shared
@@ -65,10 +66,10 @@ def count_rows(lengths: Ints, capacity: int) -> int:
     )
     assert bins.min() == 0 and bins.max() == count - 1, "the row numbers do not match the count"
     assert np.bincount(bins, lengths[items]).max() <= capacity, "a row is too long"
-    return count
+    return int(count)
 
 
-def time_planning(sizes: list[int], rounds: int) -> dict:
+def time_planning(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time the plan for each number of documents."""
     lengths_by_size = {str(size): draw(size) for size in sizes}
     bins = {size: count_rows(lengths, CAPACITY) for size, lengths in lengths_by_size.items()}
@@ -85,7 +86,7 @@ def time_planning(sizes: list[int], rounds: int) -> dict:
     return {"seconds": seconds, "bins": bins}
 
 
-def compare_with_trl(documents: int, rounds: int) -> dict:
+def compare_with_trl(documents: int, rounds: int) -> dict[str, Any]:
     """Pack the same tokens with both, and time them."""
     disable_progress_bars()
     lengths = draw(documents)
@@ -121,7 +122,7 @@ def compare_with_trl(documents: int, rounds: int) -> dict:
     return {"rows": {"plugsft": plugsft_rows, "trl": trl_rows, "least": fewest}, "seconds": seconds}
 
 
-def compare_with_groups(documents: int) -> dict:
+def compare_with_groups(documents: int) -> dict[str, Any]:
     """Pack long rows, from all documents and from groups of them."""
     lengths = draw(documents)
     groups = np.split(lengths, range(GROUP, documents, GROUP))
@@ -134,7 +135,7 @@ def compare_with_groups(documents: int) -> dict:
     return {"whole": rows, "groups": grouped_rows}
 
 
-def balance(options: argparse.Namespace, capacity: int) -> dict:
+def balance(options: argparse.Namespace, capacity: int) -> dict[str, Any]:
     """Deal global batches to ranks; compare the slowest rank's cost with the mean."""
     batches = draw(options.steps * BATCH).reshape(options.steps, BATCH)
     slowest, lockstep, in_turn, seconds = [], [], [], []

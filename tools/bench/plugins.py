@@ -71,7 +71,11 @@ def main() -> None:
 
 
 def bench(
-    folder: Path, scratch: dict, plugins: tuple[str, ...], train: dict, words: list[str]
+    folder: Path,
+    scratch: dict[str, Any],
+    plugins: tuple[str, ...],
+    train: dict[str, Any],
+    words: list[str],
 ) -> dict[str, Any]:
     """Run `plugsft bench` on a recipe with these plugins; return its report."""
     tables = {
@@ -85,7 +89,8 @@ def bench(
     (folder / "chats.toml").write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "plugsft", "bench", "chats.toml", "--overwrite", *words]
     subprocess.run(command, cwd=folder, check=True)
-    return json.loads((folder / "run-bench/bench.json").read_text())
+    report: dict[str, Any] = json.loads((folder / "run-bench/bench.json").read_text())
+    return report
 
 
 def table(report: dict[str, Any]) -> str:

@@ -21,8 +21,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chats
 import numpy as np
@@ -50,7 +52,7 @@ def main() -> None:
         equal = compare(options)
 
         def seconds(name: str) -> float:
-            elapsed = measure(name, options)["seconds"]
+            elapsed: float = measure(name, options)["seconds"]
             print(f"{name} {elapsed:.2f} s", flush=True)
             return elapsed
 
@@ -125,7 +127,7 @@ def compare_commits(options: argparse.Namespace) -> None:
 
 def measure(
     name: str, options: argparse.Namespace, python: Path | str = sys.executable, **changes: object
-) -> dict:
+) -> dict[str, Any]:
     """Run one contender in a separate process."""
     kind, _, engine = name.partition("-")
     arguments = {
@@ -143,10 +145,11 @@ def measure(
         output = shared.run(
             python, __file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache
         )
-        return json.loads(output.splitlines()[-1])
+        figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return figures
 
 
-def run_plugsft(options: argparse.Namespace) -> dict:
+def run_plugsft(options: argparse.Namespace) -> dict[str, Any]:
     """Prepare as a run does, and read one example."""
     from plugsft.data import prepare
     from plugsft.data.defaults import DataDefaults
@@ -174,11 +177,11 @@ def run_plugsft(options: argparse.Namespace) -> dict:
         digest = hashlib.sha256()
         for number in range(len(tokens)):
             for part in tokens.example(number):
-                digest.update(np.asarray(part, np.int32))
+                digest.update(np.asarray(part, np.int32).tobytes())
         return {"seconds": seconds, "processor": processor, "digest": digest.hexdigest()}
 
 
-def run_trl(options: argparse.Namespace) -> dict:
+def run_trl(options: argparse.Namespace) -> dict[str, Any]:
     """Prepare as TRL's trainer does before its first step."""
     import transformers
     from datasets import disable_progress_bars, load_dataset
@@ -206,7 +209,7 @@ def run_trl(options: argparse.Namespace) -> dict:
         model = transformers.LlamaForCausalLM(config)
         rows = load_dataset("json", data_files=str(source_path(options)), split="train")
         trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
-        prepared = trainer.train_dataset
+        prepared: Any = trainer.train_dataset
         prepared[len(prepared) // 2]
         seconds = time.perf_counter() - started
         if options.keep:
@@ -219,15 +222,14 @@ def run_trl(options: argparse.Namespace) -> dict:
     return {"seconds": seconds}
 
 
-def flat_labels(table: object) -> np.ndarray:
+def flat_labels(table: Any) -> Any:
     """Return the mask of TRL's trained tokens."""
-    names = table.column_names
-    if "labels" in names:
-        return table["labels"].combine_chunks().flatten().to_numpy() != -100
-    return table["assistant_masks"].combine_chunks().flatten().to_numpy() != 0
+    name, untrained = ("labels", -100) if "labels" in table.column_names else ("assistant_masks", 0)
+    labels = table[name].combine_chunks().flatten().to_numpy()
+    return labels != untrained
 
 
-def compare(options: argparse.Namespace) -> dict:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Prepare with both; compare all ids and masks."""
     with tempfile.TemporaryDirectory() as folder:
         trl_path = Path(folder) / "trl.npz"
@@ -247,7 +249,7 @@ def compare(options: argparse.Namespace) -> dict:
         return {"tokens": len(plugsft_ids), "trained": int(mask.sum())}
 
 
-def run_floor(options: argparse.Namespace) -> dict:
+def run_floor(options: argparse.Namespace) -> dict[str, Any]:
     """Time the necessary stages, each alone on one core."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     import gigatoken
@@ -255,7 +257,7 @@ def run_floor(options: argparse.Namespace) -> dict:
 
     from plugsft.data.jinja import compile_template, render
 
-    def timed(function, *arguments):
+    def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
         started = time.perf_counter()
         result = function(*arguments)
         return time.perf_counter() - started, result
@@ -284,7 +286,7 @@ def run_floor(options: argparse.Namespace) -> dict:
     return seconds
 
 
-def print_report(report: dict) -> None:
+def print_report(report: dict[str, Any]) -> None:
     """Print the figures."""
     size, rows, processes = report["bytes"] / 2**20, report["rows"], report["processes"]
     machine = shared.machine_line(shared.head()["machine"])

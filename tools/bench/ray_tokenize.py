@@ -15,12 +15,13 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import prepare
 import shared
 from ray.cluster_utils import Cluster
 
-PLUGINS = {
+PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "multiprocess": {"multiprocess_tokenize": {}},
     "ray started here": {"ray_tokenize": {}},
     "ray running": {"ray_tokenize": {}},
@@ -71,18 +72,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(name: str, options: argparse.Namespace) -> dict:
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one contender in a separate process."""
     words = [f"--rows={options.rows}", f"--processes={options.processes}"]
     words.append(f"--address={options.address}")
-    result = shared.run_python(
+    result: dict[str, Any] = shared.run_python(
         __file__, f"--child={name}", f"--folder={options.folder}", *words, PYTHONWARNINGS="ignore"
     )
     print(f"{name} {result['seconds']:.1f} s", flush=True)
     return result
 
 
-def run(options: argparse.Namespace) -> dict:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Prepare as a run does."""
     from plugsft.base.checksums import file_digest
     from plugsft.base.machine import look

@@ -6,38 +6,40 @@ From the H100 the rows in which each side ran its fastest settings: TRL with Lig
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results")
 START, END = "<!-- tools/bench/readme_table.py writes this -->", "<!-- to here -->"
 
 
-def read(name):
+def read(name: str) -> Any:
     """Return a file of results."""
     return json.loads((RESULTS / name).read_text("utf8"))
 
 
-def speed(case, contender):
+def speed(case: str, contender: str) -> float:
     """Return the median tokens per second of a contender on the H100."""
-    return median(run["speed"] for run in read(f"h100/{case}.json")["results"][contender])
+    return float(median(run["speed"] for run in read(f"h100/{case}.json")["results"][contender]))
 
 
-def seconds(name, *keys):
+def seconds(name: str, *keys: str) -> float:
     """Return the median seconds in a file of results."""
     figures = read(name)
     for key in keys:
         figures = figures[key]
-    return median(figures)
+    return float(median(figures))
 
 
-def dpo_step(name):
+def dpo_step(name: str) -> float:
     """Return the median seconds of a DPO step."""
-    return median(figures[name]["step"] for figures in read("dpo.json")["rounds"])
+    return float(median(figures[name]["step"] for figures in read("dpo.json")["rounds"]))
 
 
-def on_the_gpu():
+def on_the_gpu() -> Iterator[tuple[str, float, float]]:
     """Yield (task, tokens per second of TRL, of plugsft)."""
     for task, case, length in (
         ("LoRA on Qwen3 0.6B's shape, rows of 32,768 tokens", "0.6b-lora", "32k"),
@@ -50,7 +52,7 @@ def on_the_gpu():
         )
 
 
-def on_the_cpu():
+def on_the_cpu() -> Iterator[tuple[str, float, float]]:
     """Yield (task, seconds of TRL, of plugsft)."""
     prepared, packed, built = "prepare-200k.json", "packing.json", "collate.json"
     yield (
@@ -75,7 +77,7 @@ def on_the_cpu():
     )
 
 
-def tables():
+def tables() -> str:
     """Return both tables as Markdown."""
     lines = ["| one H100, tokens per second | TRL, Liger | plugsft, `compile` | ratio |"]
     lines += ["|---|---|---|---|"]
@@ -87,7 +89,7 @@ def tables():
     return "\n".join(lines)
 
 
-def with_tables(page):
+def with_tables(page: str) -> str:
     """Return the README with the tables of today's results."""
     found = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.S)
     return found.sub(lambda _: f"{START}\n{tables()}\n{END}", page)

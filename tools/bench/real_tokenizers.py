@@ -29,6 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import prepare
 import shared
@@ -91,7 +92,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(name: str, options: argparse.Namespace) -> dict:
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one tokenizer."""
     folder = options.folder / name
     write_model(name, folder / "tokenizer")
@@ -101,7 +102,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     template = str(folder / "tokenizer/chat_template.jinja")
     whole = argparse.Namespace(**{**vars(options), "folder": folder, "template": template})
     equal = prepare.compare(argparse.Namespace(**{**vars(whole), "rows": COMPARED}))
-    contenders = {
+    contenders: dict[str, Callable[[], object]] = {
         "trl": partial(prepare.measure, "trl", whole),
         "plugsft": partial(run_plugsft, folder, options.rows, options.processes, template),
         "plugsft, own": partial(run_plugsft, folder, options.rows, options.processes),
@@ -140,7 +141,7 @@ def run_plugsft(folder: Path, rows: int, processes: int, template: str = "auto")
         shared.run(sys.executable, "-m", "plugsft", "prepare", recipe)
 
 
-def measure_engines(folder: Path) -> dict:
+def measure_engines(folder: Path) -> dict[str, Any]:
     """Measure each engine on rendered chats; return what `fast_tokenizer` would choose, and why."""
     from transformers import AutoTokenizer
 
@@ -192,8 +193,12 @@ def write_model(name: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template = ROOT / "plugsft/data/chatml.jinja"
     if TEMPLATES[name]:
-        trl = Path(find_spec("trl").submodule_search_locations[0])
-        template = trl / f"chat_templates/{TEMPLATES[name]}_training.jinja"
+        trl = find_spec("trl")
+        assert trl and trl.submodule_search_locations
+        template = (
+            Path(trl.submodule_search_locations[0])
+            / f"chat_templates/{TEMPLATES[name]}_training.jinja"
+        )
     shutil.copy(template, folder / "chat_template.jinja")
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
     ids = [
@@ -223,7 +228,7 @@ def write_chats(path: Path, rows: int) -> None:
     path.with_suffix(".half").rename(path)
 
 
-def print_tokenizer(name: str, figures: dict) -> None:
+def print_tokenizer(name: str, figures: dict[str, Any]) -> None:
     """Print the figures of a tokenizer."""
     print(f"{name}: ids and masks of {COMPARED:,} rows equal TRL's")
     for engine, found in figures["engines"].items():
@@ -237,7 +242,7 @@ def print_tokenizer(name: str, figures: dict) -> None:
         print(f"  {contender:<22}{shared.spread(seconds, '.2f')} s, processor {spent:.2f} s{ratio}")
 
 
-def table(report: dict) -> str:
+def table(report: dict[str, Any]) -> str:
     """Return the table for a page."""
     lines = [
         f"| {report['rows']:,} real chats | engine | its tokens/s, one thread | the model's own "

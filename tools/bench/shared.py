@@ -54,9 +54,9 @@ def write_table(page: Path, begin: str, table: str) -> None:
     page.write_text(before + mark + table + END + after, encoding="utf8")
 
 
-def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
+def tables(output: Path | str, source: Path, **changes: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe's tables with changes."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "output": str(output),
         "model": {"scratch": {"context": MAX_LENGTH}},
         "data": {"source": str(source), "max_length": MAX_LENGTH},
@@ -65,9 +65,9 @@ def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
     return defaults | {name: defaults.get(name, {}) | change for name, change in changes.items()}
 
 
-def write_recipe(path: Path, *parts: Path, **changes: dict) -> Path:
+def write_recipe(path: Path, output: Path, source: Path, **changes: dict[str, Any]) -> Path:
     """Write a recipe of `tables(...)`."""
-    path.write_text(tomli_w.dumps(tables(*parts, **changes)))
+    path.write_text(tomli_w.dumps(tables(output, source, **changes)))
     return path
 
 
