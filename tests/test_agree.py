@@ -85,7 +85,7 @@ def said():
     return [found[rank] for rank in range(RANKS)]
 
 
-def test_where_nothing_fails_nothing_is_said_and_it_is_cheap(said):
+def test_agreeing_without_a_failure_raises_nothing_and_is_cheap(said):
     assert not any({"fine", "fine again"} & {*one} for one in said)
     print(f"\nan agreement of {RANKS} ranks: {said[0]['seconds'] * 1e3:.2f} ms")
     assert said[0]["seconds"] < 0.1

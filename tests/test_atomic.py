@@ -115,7 +115,7 @@ def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
     assert synced[-1] == place.parent
 
 
-def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch):
+def test_a_folder_that_appears_before_the_claim_is_not_built_again(place, monkeypatch):
     really = claims.create_claim
 
     def slow(claim):
@@ -140,7 +140,7 @@ def test_a_failing_build_leaves_nothing(place):
     assert list(place.parent.iterdir()) == []
 
 
-def test_what_ctrl_c_left_is_gone_on_from(place):
+def test_a_build_continues_after_ctrl_c_from_its_finished_parts(place):
     def interrupted(building):
         (building / "data-1").write_text("done")
         (building / "data-1.json").write_text("its note")
@@ -331,7 +331,7 @@ def test_a_waiter_follows_when_the_building_fails(place, start, tmp_path):
     assert left_over(place) == []
 
 
-def test_a_builder_without_a_heartbeat_is_outbid_and_does_no_harm(start, tmp_path, place):
+def test_a_builder_without_a_heartbeat_is_replaced_and_does_no_harm(start, tmp_path, place):
     first = start(1.0, patience=1.0)
     builders(tmp_path, 1)
     os.kill(first.pid, signal.SIGSTOP)
@@ -499,7 +499,7 @@ def test_a_full_disk_is_named_with_path_and_free_space(small_disk, fill):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
-def test_room_is_no_cure_for_what_is_not_full(place, code):
+def test_a_write_error_of_a_disk_with_space_asks_for_another_folder(place, code):
     with pytest.raises(PlugsftError) as caught, writing(place):
         raise OSError(code, os.strerror(code), str(place))
     cure = "give another folder (output=...)"

@@ -167,7 +167,7 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
         ),
     ],
 )
-def test_wrong_words_end_at_once(recipe, words, said):
+def test_wrong_options_of_bench_are_refused_in_one_line(recipe, words, said):
     result = run_plugsft("bench", recipe(nothing={}, both={}), *words)
     assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
 
@@ -218,7 +218,7 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
     assert words.count(NOISE) >= 0.975 * len(words)
 
 
-def test_few_rounds_cannot_tell_and_little_is_nothing():
+def test_two_rounds_are_too_few_and_small_differences_are_noise():
     assert times_as_fast([1.0] * 2, [3.0] * 2).word == UNKNOWN
     assert times_as_fast([1.0] * 3, [3.0] * 3).word == FASTER
     assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
@@ -294,7 +294,7 @@ def words_of(found):
     return {row[0]: row[-1] for row in Bench(found).table()[1:]}
 
 
-def test_words_of_a_bench():
+def test_a_bench_calls_plugins_faster_slower_or_within_noise():
     fast, slow = {"cost": 0.8}, {"cost": 1.05, "host": 600 * 2**20}
     found = report(a=fast, b=slow, a_b={"cost": 0.8 * 1.05})
     assert words_of(found) == {"a": FASTER, "b": SLOWER}
@@ -308,7 +308,7 @@ def test_words_of_a_bench():
     }
 
 
-def test_few_rounds_cannot_tell():
+def test_a_bench_of_two_rounds_calls_every_plugin_unknown():
     found = report(a={"cost": 0.5}, a_b={"cost": 0.5})
     found["rounds"] = found["rounds"][:2]
     assert words_of(found) == {"a": UNKNOWN, "b": UNKNOWN}

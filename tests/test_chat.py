@@ -55,7 +55,7 @@ def speaker(run):
     return talk.Speaker(*talk.load(model_folder(run)), max_tokens=64, temperature=0.0)
 
 
-def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
+def test_questions_are_answered_in_order_and_nothing_else_is_printed(run):
     words = [word for question in ANSWERS for word in ("--ask", question)]
     result = run_plugsft("chat", run, *words)
     assert result.returncode == 0, result.stderr
@@ -253,7 +253,7 @@ def test_on_a_terminal_answers_stream_and_ctrl_d_ends(run):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
+def test_ctrl_c_ends_a_chat_with_one_line(run):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "plugsft", "chat", str(run)]
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, cwd=ROOT) as process:

@@ -176,7 +176,7 @@ def test_columns_that_nothing_knows_are_problems(tiny, tmp_path, monkeypatch, ch
     assert "words (renamed by [data.columns])" in problem
 
 
-def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, check):
+def test_check_shows_the_summaries_of_data_plugins(tiny, tmp_path, monkeypatch, check):
     lacking = LOUD + "        @hookimpl\n        def summary(self):\n            return 'no horn'\n"
     activate(install(tmp_path, loud=lacking), monkeypatch)
     assert "plugins     loud: no horn" in check(tiny(plugins={"loud": {}})).ok
@@ -257,7 +257,7 @@ def test_steps_that_are_planned_again_are_named_with_their_micro_batches(tiny, c
     assert problem.startswith("plugins.length_group: train.micro_batch = 1 pads nothing")
 
 
-def test_how_full_batches_are_and_what_may_not_be_meant(tiny, check):
+def test_check_counts_tokens_and_padding_and_warns_of_much_padding(tiny, check):
     long, short = (
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * n}]}
         for n in (90, 1)
@@ -331,7 +331,7 @@ def test_a_full_disk_is_a_problem(tiny, tmp_path, monkeypatch, check):
     assert not found.problems and any("97.7 KiB" in line for line in found.warn)
 
 
-def test_the_size_of_a_new_model_is_what_it_will_be():
+def test_the_forecast_size_of_a_new_model_is_exact():
     scratch = Scratch(hidden=64, layers=3, heads=4, kv_heads=2, mlp=96, vocab=500)
     config = LlamaConfig(
         vocab_size=500,

@@ -56,7 +56,7 @@ def test_a_bar_where_somebody_does(terminal):
     assert "tokenizing" in text and "3/3" in text and "30 tokens" in text
 
 
-def test_what_pairs_show_stands_beside_the_loss(tiny):
+def test_metrics_of_pairs_are_printed_beside_the_loss(tiny):
     rows = [{"prompt": "who? ", "chosen": f"owls {n}", "rejected": f"elks {n}"} for n in range(16)]
     held_out = {"every": 2, "split": "train[:8]"}
     result = run_plugsft(tiny(rows, train={"steps": 2}, eval=held_out, plugins={"dpo": {}}))

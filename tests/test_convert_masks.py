@@ -71,7 +71,7 @@ def converted(folder, model, name):
 
 @only_full
 @pytest.mark.parametrize("name", [*AXOLOTL, *FACTORY])
-def test_masks_rates_batches_and_modules_are_the_tool_s_own(tmp_path, model, name):
+def test_masks_rates_batches_and_modules_equal_those_of_the_tool(tmp_path, model, name):
     recipe, active = converted(tmp_path, model, name)
     settings = (AXOLOTL if name in AXOLOTL else FACTORY)[name][1]
 

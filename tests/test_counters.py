@@ -55,7 +55,7 @@ SLOW = """
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_reports_what_its_rows_and_lines_give(tiny, tmp_path, monkeypatch):
+def test_the_record_of_two_ranks_equals_counts_from_rows_and_metrics(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path, slow=SLOW), monkeypatch)
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
     rows = [

@@ -81,7 +81,7 @@ def test_results_are_compared_where_both_were(runs):
     assert f"losses diverge at step 1: {' and '.join(parting)}" in parts["results"]
 
 
-def test_equal_runs_are_said_to_be_equal(runs):
+def test_diff_reports_equal_runs_as_equal(runs):
     result = run_plugsft("diff", runs / "one", runs / "twin")
     _, parts = told(result)
     assert parts.keys() == {"results", "same"}
@@ -154,7 +154,7 @@ def test_times_in_summaries_are_no_difference(runs):
         ("again", "is the same run; name another run's output folder"),
     ],
 )
-def test_what_is_no_run_is_refused_in_a_line(runs, harm, said):
+def test_diff_refuses_a_folder_without_a_run_in_one_line(runs, harm, said):
     texts = {"half": '{"status": "fin', "list": "[1]"}
     texts["shapes"] = '{"status": "finished", "plugins": [{"nam": 1}], "steps": 3}'
     if harm == "file":

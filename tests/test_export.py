@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
         (["{run}/scratch", "--to", "{none}"], "holds no model"),
     ],
 )
-def test_what_cannot_be_exported_is_said(runs, run, tmp_path, words, says):
+def test_export_refuses_what_it_cannot_export(runs, run, tmp_path, words, says):
     places = {"run": run, "whole": runs / "whole", "none": tmp_path / "none"}
     arguments = [word.format(**places) for word in words]
     to = arguments[arguments.index("--to") + 1] if "--to" in arguments else None

@@ -44,7 +44,7 @@ def test_written_adapters_pass(written):
     ensure_written(folder, read_adapters(folder), shards, None)
 
 
-def test_peft_leaves_its_own_words_out_of_names():
+def test_names_in_adapter_files_lack_peft_s_own_parts():
     assert {name: name_in_file(name) for name in NAMES} == NAMES
 
 
@@ -63,7 +63,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("says", BREAKS)
-def test_what_is_broken_is_named(written, says):
+def test_a_broken_tensor_of_the_final_model_is_named(written, says):
     folder, shards = written
     found = load_file(folder / "model.safetensors")
     BREAKS[says](found)

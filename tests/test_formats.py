@@ -143,7 +143,7 @@ def test_a_row_s_own_variables():
     assert reason({**row, "chat_template_kwargs": "x"}) == "'chat_template_kwargs' is not an object"
 
 
-def test_reasoning_is_given_under_every_name():
+def test_reasoning_reaches_the_template_under_every_name():
     for name in ("reasoning_content", "thinking", "reasoning"):
         (message,) = messages({"messages": [{**TELL, name: "birds at night"}]})
         assert message["reasoning_content"] == message["thinking"] == "birds at night"

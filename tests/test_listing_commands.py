@@ -85,7 +85,7 @@ def test_plugins_are_listed_without_importing_one(installed):
     assert "1.2" in lines["broken"] and "For a test" in lines["broken"]
 
 
-def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, capsys):
+def test_hooks_lists_who_answers_and_who_wraps_from_the_inside(installed, tiny, capsys):
     options = {"loud": {"kind": {"name": "horn"}, "volume": 5}, "quiet": {}}
     path = tiny(plugins=options)
     overview.list_hooks(path, [], [])

@@ -166,7 +166,7 @@ def check(tokenizer, rendered, limit):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_beginning_gives_what_the_whole_text_gives(kinds, kind):
+def test_tokens_of_a_shortened_text_equal_those_of_the_whole(kinds, kind):
     tokenizer, shortened, tried = kinds[kind], [], []
 
     @settings(

@@ -78,7 +78,7 @@ def test_available_memory_is_that_of_the_job_s_group(container, monkeypatch, gro
     assert available_memory() > 40_300
 
 
-def test_what_a_process_held_is_its_own_not_its_starter_s():
+def test_peak_memory_is_that_of_the_process_and_not_of_its_parent():
     filler = np.ones(2**26)  # half a gigabyte, touched
     words = "import numpy; numpy.ones(2**24); print(peak_memory())"
     code = f"from plugsft.base.machine import peak_memory; {words}"

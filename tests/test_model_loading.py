@@ -182,7 +182,7 @@ def test_a_tensor_that_the_files_lack_is_not_made_up(folder, empty):
         Load(str(folder), {"dtype": torch.float32}, empty=empty).build()
 
 
-def test_what_is_no_number_in_the_file_is_loaded_as_that(folder):
+def test_nan_in_a_file_is_loaded_as_nan(folder):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")

@@ -153,7 +153,7 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path
     assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
 
 
-def test_a_killed_run_goes_on_though_nothing_was_said_about_checkpoints(tiny, tmp_path):
+def test_a_run_saves_checkpoints_where_the_recipe_names_no_interval(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train={"steps": 30}), tmp_path / "run"
     result = run_plugsft(recipe)
     assert "checkpoints: every 3 steps, the last 3 kept" in result.stdout
@@ -255,7 +255,7 @@ def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):
         assert line == "error: model.path: runs/none/model: no such file or folder"
 
 
-def test_where_relative_paths_begin_is_said_where_it_matters(tmp_path, monkeypatch):
+def test_a_missing_file_names_the_folder_of_relative_paths(tmp_path, monkeypatch):
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     tables = tiny_tables(home)
     tables["data"]["source"] = "data.jsonl"

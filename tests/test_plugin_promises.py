@@ -265,7 +265,7 @@ def test_a_model_that_use_weights_does_not_save_is_missed(recipe):
     assert "'use_weights' did not call work() for \"save\"" in result.stderr
 
 
-def test_what_a_plugin_does_to_its_metrics_and_facts_stays_with_it(recipe, tmp_path):
+def test_a_hook_that_clears_its_metrics_or_adds_facts_does_no_harm(recipe, tmp_path):
     body = """
         @hookimpl
         def ready(self, run):

@@ -52,7 +52,7 @@ def test_states_of_a_plugin_s_optimizer_are_its_own(tiny):
         ("bfloat16", "no", "bfloat16", "bfloat16"),
     ],
 )
-def test_the_line_of_precision_agrees_with_the_run(
+def test_a_run_computes_in_the_reported_precision(
     tiny, tmp_path, monkeypatch, dtype, launcher, weights, computes
 ):
     activate(install(tmp_path / "site", sees=SEES), monkeypatch)
@@ -87,7 +87,7 @@ def test_the_line_of_precision_agrees_with_the_run(
         pytest.param("zero3", "bfloat16", "no", "float32", marks=only_full),
     ],
 )
-def test_sharded_runs_tell_the_truth_too(
+def test_sharded_runs_compute_in_the_reported_precision(
     tiny, tmp_path, monkeypatch, kind, dtype, launcher, weights
 ):
     activate(install(tmp_path / "site", grads=GRADS), monkeypatch)

@@ -343,13 +343,13 @@ def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tm
     assert "plugin 'one'" in str(caught.value)
 
 
-def test_a_wrapper_may_pass_on_that_no_plugin_answered(company):
+def test_a_wrapper_may_return_none_where_no_plugin_answers(company):
     source = wrapping("return (yield)").replace("tokenize", "render")
     active = resolve(company(one=source))[1].attach(DataDefaults(None))
     assert active.hooks.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
 
 
-def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
+def test_a_stage_that_returns_none_is_refused_where_an_answer_is_needed(company, tmp_path):
     answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
     active = resolve(company(one=answer.format(hook="plan_batches")))[1].attach(
         DataDefaults(tmp_path)

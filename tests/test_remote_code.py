@@ -135,7 +135,7 @@ def test_no_command_runs_the_code_of_someone_else_s_model(foreign, tmp_path, cap
 
 
 @pytest.mark.parametrize("command", ["chat", "export", "check"])
-def test_who_says_so_has_it_run(foreign, tmp_path, command):
+def test_remote_code_runs_where_the_user_trusts_it(foreign, tmp_path, command):
     """So that the test above can fail."""
     runs, recipe, marker = foreign
     words = {

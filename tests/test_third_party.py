@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(site, tiny, tmp_path, plugins, sa
     assert not (tmp_path / "run").exists()
 
 
-def test_without_it_the_recipe_says_what_there_is(tiny):
+def test_a_plugin_that_is_not_installed_is_refused_with_a_list_of_plugins(tiny):
     result = run_plugsft(tiny(plugins={"shout": {}}))
     assert result.returncode == 2
     assert "plugins.shout: unknown plugin" in result.stderr and "length_group" in result.stderr

@@ -192,7 +192,7 @@ def test_a_damaged_entry_is_noticed_and_built_again(run, home, capsys, harm, say
     assert damage(entry) is None and left_over(home) == []
 
 
-def test_read_only_takes_what_is_there_and_writes_nothing(run, home, tmp_path):
+def test_a_read_only_cache_is_read_and_never_written(run, home, tmp_path):
     tokens, summary = run("one", read_only=True)
     assert "the entry does not exist" in summary and not home.exists()
     assert tokens.folder.parent == tmp_path / "one/tokens"

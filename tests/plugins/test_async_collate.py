@@ -349,7 +349,7 @@ def summary_of(run, name):
     return next(plugin["summary"] for plugin in plugins if plugin["name"] == name)
 
 
-def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkeypatch):
+def test_a_failed_run_shows_its_own_error_and_leaves_no_thread(tiny, tmp_path, monkeypatch):
     broken = """
         @plugin()
         class Broken:
@@ -432,7 +432,7 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
     assert float(built) >= 1.5 and float(waited) < float(built) / 2
 
 
-def test_the_summary_waits_for_something_to_say():
+def test_there_is_no_summary_before_a_batch():
     assert async_collate.AsyncCollate().summary() is None
 
 

@@ -98,7 +98,7 @@ WORDS = st.text(min_size=1, max_size=6)
 
 
 @given(WORDS, WORDS, WORDS)
-def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
+def test_the_common_beginning_of_two_texts_is_their_prompt(prompt, chosen, rejected):
     assume(chosen != rejected)
     one, other = split_pair({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert one["prompt"] == other["prompt"] and one["completion"] and other["completion"]

@@ -66,7 +66,7 @@ def test_a_second_run_finds_it_whatever_its_batches_packing_and_ranks(recipe, tm
     assert "reference of " in listed and "sizes match" in listed
 
 
-def test_other_rows_are_found_by_what_they_say(tiny, tmp_path, home):
+def test_cached_references_are_found_by_the_tokens_of_a_row(tiny, tmp_path, home):
     """Of a part all is known; of more, what was there before."""
     recipe = tiny(
         rows=pairs(23),

@@ -452,7 +452,7 @@ def test_a_text_that_an_engine_refuses_is_done_by_the_model_s_own(monkeypatch, e
         assert encoded.ids.tolist() == mine.encode_texts(texts, False).ids.tolist()
 
 
-def test_what_is_no_error_of_an_engine_is_not_swallowed(monkeypatch):
+def test_ctrl_c_in_an_engine_is_not_swallowed(monkeypatch):
     def interrupt(*given):
         raise KeyboardInterrupt
 
@@ -537,7 +537,7 @@ def test_workers_encode_and_the_run_counts_their_texts(tmp_path, monkeypatch):
     assert folders["fast"].facts["engines"] == {"gigatoken": 25, OWN: 0}
 
 
-def test_a_run_says_who_encoded(tiny, tmp_path):
+def test_a_run_names_the_engine_that_encoded(tiny, tmp_path):
     rows = chats(24)
     rows[7]["messages"][0]["content"] += " \U000323b0, which is younger than most programs"
     recipe = tiny(rows, plugins={"fast_tokenizer": {}}, eval={"split": "train[:4]"})

@@ -105,7 +105,7 @@ def install(folder, monkeypatch, kernel, version, code=""):
         ("fa3", conditions(shared=True), "cannot share the prompt of a pair"),
     ],
 )
-def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
+def test_a_kernel_that_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
     plugin = FlashAttention(kernel=kernel)
     with pytest.raises(
         RecipeError, match=f'kernel = "{kernel}" cannot run: {reason}; .'
@@ -122,7 +122,7 @@ def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
         ("sdpa", conditions(None, False, False, False)),
     ],
 )
-def test_what_can_run_is_not(kernel, place):
+def test_a_kernel_that_can_run_here_is_accepted(kernel, place):
     assert find_obstacle(kernel, place) is None
 
 
@@ -172,7 +172,7 @@ def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monk
     ],
     ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two", "192", "chunks"],
 )  # fmt: skip
-def test_what_a_model_asks_of_its_attention(config, reasons):
+def test_kernels_without_the_attention_of_a_model_are_refused(config, reasons):
     for kernel in (*FLASH, "sdpa"):
         why = find_obstacle_in_model(kernel, config, packed=True)
         assert reasons.get(kernel, "") in (why or ("",))[0] and (why is None) == (
@@ -618,7 +618,7 @@ def test_a_run_learns_the_same(options, packed):
     testing.keeps_gradients("flash_attention", options, tables=tables)
 
 
-def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):
+def test_a_run_names_its_kernel_and_stops_without_one(tiny, tmp_path):
     recipe = tiny(train={"micro_batch": 1}, plugins={"flash_attention": {}, "bfd_packing": {}})
     result = run_plugsft(recipe, "train.steps=1")
     assert result.returncode == 0, result.stderr

@@ -172,7 +172,7 @@ def test_with_nothing_to_learn_and_with_one_token(trained):
     assert_equal(model, batch, fused(model))
 
 
-def test_what_is_behind_the_head_is_read_from_the_model():
+def test_the_transform_of_logits_is_read_from_the_model():
     models = {name: make(config) for name, config in MODELS.items()}
     found = {name: [*fused(model).loss.transforms.values()] for name, model in models.items()}
     found = {name: transform for name, [transform] in found.items()}
@@ -320,7 +320,7 @@ def test_without_gradients_nothing_is_computed_for_them():
     assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
 
 
-def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
+def test_a_freed_model_is_not_mistaken_for_the_next_one_at_its_address():
     plugin = fused(make(MODELS["llama"]))
     for number in range(8):
         config = Gemma2Config(**TIED, final_logit_softcapping=0.5 + number)
@@ -357,7 +357,7 @@ class Bent(LlamaForCausalLM):
         lambda logits: logits * torch.linspace(0.5, 1, logits.shape[-1]),
     ],
 )
-def test_what_is_unknown_behind_the_head_is_refused(bend, monkeypatch):
+def test_an_unknown_transform_of_logits_is_refused(bend, monkeypatch):
     monkeypatch.setattr(Bent, "bend", staticmethod(bend))
     model = Bent(deepcopy(MODELS["llama"]))
     with pytest.raises(RecipeError, match="unsupported transform of its logits"):
@@ -365,7 +365,7 @@ def test_what_is_unknown_behind_the_head_is_refused(bend, monkeypatch):
     assert model.training and "forward" not in vars(head_of(model))
 
 
-def test_a_head_that_does_not_hear_every_token_is_refused(monkeypatch):
+def test_a_head_that_does_not_get_every_token_is_refused(monkeypatch):
     model = make(MODELS["llama"])
     monkeypatch.setattr(
         type(model.model), "forward", halved(type(model.model).forward), raising=True

@@ -62,7 +62,7 @@ def test_gradients_with_dropout_are_the_same_bit_for_bit_in_half_the_memory(name
     print(f"\n{name}: {little:,} of {all_of_it:,} bytes kept")
 
 
-def test_every_second_layer_lies_between():
+def test_fewer_recomputed_layers_save_less_memory():
     memories = [learn(pair("llama", every=every)[1])[1] for every in (1, 2, 3, 6)]
     assert memories == sorted(memories) and len({*memories}) == 4
 

@@ -116,7 +116,7 @@ def test_a_kernel_that_finds_no_place_is_an_error(tmp_path, monkeypatch):
         loaded(tmp_path, LlamaConfig(**SMALL))
 
 
-def test_what_it_would_change_for_all_models_is_an_error(monkeypatch):
+def test_a_patch_of_all_models_is_an_error(monkeypatch):
     def patch(model=None):
         made = ModuleType("transformers.models.made")
         made.Thing = type("Thing", (), {"__module__": "liger_kernel.made"})

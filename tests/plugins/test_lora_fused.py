@@ -215,7 +215,7 @@ def test_a_compiled_layer_is_one_program_with_the_same_gradients():
     assert difference(results[1], results[0]) < 1e-6
 
 
-def test_who_watches_a_half_or_a_gradient_sees_it():
+def test_hooks_on_adapter_halves_and_gradients_are_called():
     """ZeRO-3 gathers weights by the hooks of modules."""
     model = adapt(base_model())
     expected = gradients(model)

@@ -180,7 +180,7 @@ OWL = (
 )
 
 
-def test_what_raises_in_this_process_says_where_too(run, tmp_path, monkeypatch):
+def test_an_error_in_the_main_process_names_its_row_too(run, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", owl=OWL), monkeypatch)
     rows = [{"text": "owls"}] * 4 + [{"text": "here"}] + [{"text": "owls"}] * 2
     with pytest.raises(ZeroDivisionError) as caught:
@@ -241,7 +241,7 @@ def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):
         (4000, 1, 2**40, 1),
     ],
 )
-def test_auto_asks_what_is_granted(slices, cores, memory, expected):
+def test_auto_starts_as_many_workers_as_cores_and_memory_allow(slices, cores, memory, expected):
     class Granted:
         pass
 

@@ -186,7 +186,7 @@ def test_the_kernel_for_packed_rows_runs_once(selective):
         ("liger", "ops", r'set selective = "attention", or remove \[plugins.liger\]'),
     ],
 )
-def test_what_hides_operations_is_refused(tmp_path, other, selective, words):
+def test_plugins_that_hide_operations_are_refused(tmp_path, other, selective, words):
     plugins = {other: {}, "gradient_checkpointing": {"selective": selective}}
     recipe, _ = resolve(bare_tables(tmp_path, plugins))
     with pytest.raises(RecipeError, match=words):

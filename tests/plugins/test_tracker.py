@@ -275,7 +275,7 @@ def test_a_new_run_in_its_place_is_a_new_one_there(tmp_path):
     assert [step for step, _ in values["loss"]] == [1, 2]
 
 
-def test_ranks_tell_once(tmp_path):
+def test_only_the_main_rank_reports_to_the_tracker(tmp_path):
     recipe = recipe_of(tmp_path, {"to": ["tensorboard"], "name": "two"})
     result = run_ranks(2, recipe, env=places(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -432,7 +432,7 @@ def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
     )
 
 
-def test_what_an_error_says_is_one_line():
+def test_an_error_is_described_in_one_line():
     assert describe_error(ValueError("one.\ntwo")) == "ValueError: one"
     assert describe_error(KeyError()) == "KeyError: no reason given"
 
