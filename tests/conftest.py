@@ -215,6 +215,13 @@ def run_plugsft(
     return start_plugsft(*arguments, env=env, cwd=cwd, typed=typed).wait(timeout)
 
 
+def must_succeed(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run `plugsft ...` like run_plugsft, without an error."""
+    result = run_plugsft(*arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def start_ranks(
     count: int,
     *arguments: object,

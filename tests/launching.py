@@ -14,9 +14,9 @@ from conftest import (
     FULL,
     ROOT,
     chats,
+    must_succeed,
     read_metrics,
     run_launch,
-    run_plugsft,
     tiny_tables,
     write_recipe,
 )
@@ -80,8 +80,7 @@ def curve(run):
 def learns_what_one_does_without(plugin, name, recipe, folder):
     """Train on two ranks, and on one process without a plugin; return the ranks' folder, output."""
     alone, run = folder / "alone", folder / name
-    done = run_plugsft(recipe, f"output={alone}", "--without", plugin)
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, f"output={alone}", "--without", plugin)
     code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
@@ -100,8 +99,7 @@ def train_on(
     tables["plugins"] = plugins or {}
     recipe = write_recipe(folder / "recipe.toml", tables)
     if kind is None:
-        done = run_plugsft(recipe, timeout=3000)
-        assert done.returncode == 0, done.stderr
+        must_succeed(recipe, timeout=3000)
     else:
         code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, timeout=3000)
         assert code == 0, err

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import typer
-from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import ROOT, chats, must_succeed, tiny_tables, write_jsonl, write_recipe
 
 from plugsft import cli
 
@@ -89,12 +89,11 @@ def make_place(folder):
     tables = tiny_tables(folder / "tiny", chats(70))
     tables["model"]["scratch"]["context"] = 2048
     tables["train"]["steps"] = 1
-    done = run_plugsft(write_recipe(folder / "tiny/recipe.toml", tables))
-    assert done.returncode == 0, done.stderr
+    must_succeed(write_recipe(folder / "tiny/recipe.toml", tables))
     shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
     write_jsonl(folder / "chats.jsonl", chats(70))
     for kind in ("launch", "quickstart"):
-        assert run_plugsft("init", kind, cwd=folder).returncode == 0
+        must_succeed("init", kind, cwd=folder)
     # Smaller steps than the README's, for speed.
     recipe = dict(BLOCK.findall(README))["toml"].replace("batch_size = 64", "batch_size = 16")
     (folder / "my.toml").write_text(recipe, encoding="utf8")

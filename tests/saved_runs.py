@@ -9,7 +9,7 @@ from functools import partial
 
 import optimizers
 import torch
-from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from conftest import chats, must_succeed, tiny_tables, write_recipe
 from forks import FORKS
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -40,8 +40,7 @@ def write(folder, name="recipe", **tables):
 
 def train(folder, name="recipe", **tables):
     """Train a tiny recipe with these tables; return the run's folder."""
-    result = run_plugsft(write(folder, name, **tables))
-    assert result.returncode == 0, result.stderr
+    must_succeed(write(folder, name, **tables))
     return folder / name
 
 
@@ -56,8 +55,7 @@ def forget(run, after):
 def resume(run, recipe, after):
     """Go on in one process, after a step."""
     forget(run, after)
-    result = run_plugsft(recipe, f"output={run}", "--resume")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={run}", "--resume")
 
 
 def checkpoint(run, step):

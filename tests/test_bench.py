@@ -12,7 +12,16 @@ from itertools import pairwise
 
 import psutil
 import pytest
-from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
+from conftest import (
+    ROOT,
+    chats,
+    must_succeed,
+    only_full,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_recipe,
+)
 from plugin_packages import activate, install
 
 from plugsft.base.console import print_table
@@ -367,8 +376,7 @@ def test_steps_are_compared_with_their_like():
 def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
     words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
-    result = run_plugsft("bench", path, "--without", "broken", *words)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("bench", path, "--without", "broken", *words)
     folder = tmp_path / "run-bench"
     found = json.loads((folder / "bench.json").read_text())
     assert found["status"] == "complete" and found["machine"]["cores"] and "cpu" in found["machine"]
@@ -394,8 +402,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
 def test_a_plugin_that_fails_is_named_and_the_others_are_measured(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
     words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
-    result = run_plugsft("bench", path, *words)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("bench", path, *words)
     assert result.stdout.count("failed: it broke") == 1  # it is not tried again
     found = json.loads((tmp_path / "made/bench.json").read_text())
     assert words_of(found) == {"broken": "broken alone failed"}
@@ -443,8 +450,7 @@ def test_of_five_benches_four_are_right(recipe, tmp_path):
     tables["train"] |= {"batch_size": 32, "micro_batch": 16}
     path = write_recipe(tmp_path / "recipe.toml", tables | {"plugins": {"nothing": {}}})
     words = ["--steps", 30]
-    first = run_plugsft("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
-    assert first.returncode == 0, first.stderr
+    must_succeed("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
     bench = Bench(json.loads((tmp_path / "first/bench.json").read_text()))
     steps = [zip(one["seconds"], one["tokens"], strict=True) for one in bench.figures("baseline")]
     cost = statistics.median(seconds / tokens for trial in steps for seconds, tokens in trial)
@@ -452,8 +458,7 @@ def test_of_five_benches_four_are_right(recipe, tmp_path):
     write_recipe(path, tables | {"plugins": plugins})
     found = []
     for number in range(FIVE):
-        result = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
-        assert result.returncode == 0, result.stderr
+        must_succeed("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
         made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
         nothing, sleeper = made.results()
         found.append((nothing.alone.word, sleeper.alone.word))

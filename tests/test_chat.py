@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, must_succeed, run_plugsft, tiny_tables, write_recipe
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -45,8 +45,7 @@ def run(tmp_path_factory):
     tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
     tables["data"]["max_length"] = 128
     tables["train"] |= {"batch_size": 4, "steps": 80, "learning_rate": 1e-2, "log_every": 80}
-    result = run_plugsft(write_recipe(folder / "recipe.toml", tables))
-    assert result.returncode == 0, result.stderr
+    must_succeed(write_recipe(folder / "recipe.toml", tables))
     return folder / "run"
 
 
@@ -57,8 +56,7 @@ def speaker(run):
 
 def test_questions_are_answered_in_order_and_nothing_else_is_printed(run):
     words = [word for question in ANSWERS for word in ("--ask", question)]
-    result = run_plugsft("chat", run, *words)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("chat", run, *words)
     assert result.stdout == "".join(f"{answer}\n" for answer in ANSWERS.values())
     assert run_plugsft("chat", run / "model", "--ask", "Who?").stdout == "Me.\n"
 

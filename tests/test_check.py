@@ -8,7 +8,7 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, chats, must_succeed, run_plugsft, tiny_tables, write_recipe
 from families import LONGROPE
 from plugin_packages import LOUD, activate, install
 from transformers import (
@@ -346,8 +346,7 @@ def test_the_forecast_size_of_a_new_model_is_exact():
 
 
 def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, check):
-    done = run_plugsft(tiny(train={"steps": 1}))
-    assert done.returncode == 0, done.stderr
+    must_succeed(tiny(train={"steps": 1}))
     model = tmp_path / "run/model"
     tables = tiny_tables(tmp_path)
     tables |= {"model": {"path": str(model)}, "output": str(tmp_path / "second")}

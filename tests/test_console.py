@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run_plugsft
+from conftest import ROOT, must_succeed
 from rich.console import Console
 
 from plugsft.base import console
@@ -59,8 +59,7 @@ def test_a_bar_where_somebody_does(terminal):
 def test_metrics_of_pairs_are_printed_beside_the_loss(tiny):
     rows = [{"prompt": "who? ", "chosen": f"owls {n}", "rejected": f"elks {n}"} for n in range(16)]
     held_out = {"every": 2, "split": "train[:8]"}
-    result = run_plugsft(tiny(rows, train={"steps": 2}, eval=held_out, plugins={"dpo": {}}))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(tiny(rows, train={"steps": 2}, eval=held_out, plugins={"dpo": {}}))
     beside = r"  accuracy [01]\.\d{3}  margin -?\d\.\d{3}"
     assert (
         len(re.findall(rf"^step \d/2 .*  loss \d\.\d{{4}}{beside}  grad", result.stdout, re.M)) == 2

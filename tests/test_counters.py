@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
+from conftest import chats, must_succeed, read_metrics, read_record, run_ranks, write_jsonl
 from plugin_packages import activate, install
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -74,7 +74,7 @@ def test_the_record_of_two_ranks_equals_counts_from_rows_and_metrics(tiny, tmp_p
     done = run_ranks(2, recipe)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
-    record, steps = json.loads((run / "run.json").read_text()), read_metrics(run)
+    record, steps = read_record(run), read_metrics(run)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     lengths = [len(tokenizer(row["text"], add_special_tokens=False).input_ids) for row in rows]
     counted = [n for n, row in zip(lengths, rows, strict=True) if row["weight"]]
@@ -142,8 +142,8 @@ def test_rows_that_packing_leaves_out_join_those_of_preparation(tiny, tmp_path):
         train={"micro_batch": 1},
         plugins={"bfd_packing": {"capacity": 64, "overlong": "truncate"}},
     )
-    assert run_plugsft(recipe).returncode == 0
-    bad = json.loads((tmp_path / "run/run.json").read_text())["data"]["bad_rows"]
+    must_succeed(recipe)
+    bad = read_record(tmp_path / "run")["data"]["bad_rows"]
     assert len(bad) == 2 and all(entry["count"] == 1 for entry in bad.values())
 
 

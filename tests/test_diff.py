@@ -5,7 +5,16 @@ import re
 import shutil
 
 import pytest
-from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    chats,
+    must_succeed,
+    read_metrics,
+    read_record,
+    run_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +32,7 @@ def made(tmp_path_factory):
         ("twin", path, []),
         ("other", folder / "packed.toml", [*more, f"data.source={folder / 'other.jsonl'}"]),
     ]:
-        result = run_plugsft(recipe, f"output={folder / name}", *overrides)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"output={folder / name}", *overrides)
     return folder
 
 
@@ -57,7 +65,7 @@ def test_runs_that_differ(runs):
     assert {*cells(parts["recipe"])} - {""} == keys
     assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001"]
     assert cells(parts["plugins"])["length_group"] == ["off", "on"]
-    summary = json.loads((runs / "other/run.json").read_text())["plugins"][0]["summary"]
+    summary = read_record(runs / "other")["plugins"][0]["summary"]
     assert any(summary in line for line in parts["plugins"])
     data = cells(parts["data"])
     assert data["examples"] == ["24", "30", "+25%"]
@@ -111,7 +119,7 @@ def test_rounding_is_no_divergence(runs):
 
 def test_a_plugin_has_other_options_another_version_and_another_summary(runs):
     shutil.copytree(runs / "other", runs / "more")
-    facts = json.loads((runs / "other/run.json").read_text())
+    facts = read_record(runs / "other")
     for name, origin, size in (("other", "site 1.2", 7), ("more", "site 1.3", [7, 8])):
         options = {"size": size, "deep": {"x": 1}}
         plugin = {"name": "loud", "origin": origin, "options": options, "summary": f"heard {size}"}
@@ -128,7 +136,7 @@ def test_a_plugin_has_other_options_another_version_and_another_summary(runs):
 
 def test_times_in_summaries_are_no_difference(runs):
     shutil.copytree(runs / "one", runs / "later")
-    facts = json.loads((runs / "one/run.json").read_text())
+    facts = read_record(runs / "one")
     for name, hit, built in (("one", "2 ms", "0.41 s"), ("later", "1,310 ms", "3.00 s")):
         plugins = [
             {"name": "cache", "options": {}, "summary": f"hit: abc, opened in {hit}"},
@@ -172,7 +180,7 @@ def test_diff_refuses_a_folder_without_a_run_in_one_line(runs, harm, said):
 
 
 def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
-    facts = json.loads((runs / "other/run.json").read_text())
+    facts = read_record(runs / "other")
     gone = ("throughput", "batches", "memory", "final", "seconds")
     facts = {key: value for key, value in facts.items() if key not in gone} | {"status": "running"}
     (runs / "other/run.json").write_text(json.dumps(facts))
@@ -196,7 +204,7 @@ def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
 
 def test_a_record_without_the_key_says_so(runs):
     for name in ("one", "other"):
-        facts = json.loads((runs / name / "run.json").read_text())
+        facts = read_record(runs / name)
         del facts["data"]["key_parts"]
         (runs / name / "run.json").write_text(json.dumps(facts))
     _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import run_plugsft, tiny_tables, write_recipe
+from conftest import must_succeed, tiny_tables, write_recipe
 from formats import FOLDER
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -112,7 +112,7 @@ def test_a_model_without_a_template_keeps_its_own_end(tmp_path):
 
 def test_a_run_writes_it(tiny, tmp_path):
     """The base ends its texts otherwise than the template that it is trained with."""
-    assert run_plugsft(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}").returncode == 0
+    must_succeed(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}")
     base = tmp_path / "base/model"
     (base / "manifest.json").unlink()
     for name in ("config.json", "generation_config.json"):
@@ -123,8 +123,7 @@ def test_a_run_writes_it(tiny, tmp_path):
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     tables = tiny_tables(tmp_path) | {"model": {"path": str(base)}}
     tables["train"] |= {"steps": 1}
-    result = run_plugsft(write_recipe(tmp_path / "again.toml", tables))
-    assert result.returncode == 0, result.stderr
+    must_succeed(write_recipe(tmp_path / "again.toml", tables))
     written = json.loads((tmp_path / "run/model/generation_config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in written["eos_token_id"]

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from conftest import chats, must_succeed, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,8 +30,7 @@ def runs(tmp_path_factory):
     options = {"r": 4, "modules_to_save": ["norm"]}
     tables |= {"output": str(folder / "adapters"), "plugins": {"lora": options}}
     for recipe in (whole, write_recipe(folder / "adapters.toml", tables)):
-        result = run_plugsft(recipe)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe)
     return folder
 
 
@@ -54,8 +53,7 @@ def with_adapters(folder):
 
 
 def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
-    result = run_plugsft("export", run, "--merge")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("export", run, "--merge")
     assert result.stderr == ""
     share = re.search(r"merged model in float32: its logits are off by (.*) of the", result.stdout)
     assert float(share[1]) < 1e-4
@@ -69,8 +67,7 @@ def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
     assert type(model).__name__ == "LlamaForCausalLM"
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
     assert "assistant" in AutoTokenizer.from_pretrained(merged).chat_template
-    answer = run_plugsft("chat", merged, "--ask", "hello", "--max-tokens", "3")
-    assert answer.returncode == 0, answer.stderr
+    must_succeed("chat", merged, "--ask", "hello", "--max-tokens", "3")
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
@@ -115,8 +112,7 @@ def test_a_merged_model_has_the_type_of_the_run_s_recipe(run, tmp_path):
     text = (run / "recipe.toml").read_text()
     assert 'dtype = "float32"' in text
     (run / "recipe.toml").write_text(text.replace('dtype = "float32"', 'dtype = "bfloat16"'))
-    result = run_plugsft("export", run, "--merge", "--to", tmp_path / "merged")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("export", run, "--merge", "--to", tmp_path / "merged")
     assert "merged model in bfloat16: " in result.stdout
     assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
     words = ("--merge", "--to", tmp_path / "float32", "--dtype", "float32")
@@ -216,16 +212,15 @@ def test_a_checkpoint_gives_the_model_that_its_run_would_have(runs, tmp_path, na
     expected = read(run / "model")
     shutil.rmtree(run / "model")
     source = run if name == "whole" else run / "checkpoints"
-    result = run_plugsft("export", source, "--to", tmp_path / "copy")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("export", source, "--to", tmp_path / "copy")
     assert f"model of step-000004: {tmp_path / 'copy'}" in result.stdout
     torch.testing.assert_close(read(tmp_path / "copy"), expected, rtol=0, atol=1e-6)
     assert damage(tmp_path / "copy") is None
     early = run / "checkpoints/step-000002"
-    assert run_plugsft("export", early, "--to", tmp_path / "early").returncode == 0
+    must_succeed("export", early, "--to", tmp_path / "early")
     assert not torch.allclose(read(tmp_path / "early"), expected, atol=1e-3)
     if name == "adapters":
-        assert run_plugsft("export", run, "--merge").returncode == 0
+        must_succeed("export", run, "--merge")
         torch.testing.assert_close(read(run / "merged"), expected, rtol=0, atol=1e-5)
         assert not list(run.glob(".export-*"))
     file = run / "checkpoints/step-000004/rank-00000-000.safetensors"

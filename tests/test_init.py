@@ -13,7 +13,16 @@ import tomllib
 
 import jsonschema
 import pytest
-from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
+from conftest import (
+    FULL,
+    ROOT,
+    chats,
+    must_succeed,
+    only_full,
+    run_plugsft,
+    tiny_tables,
+    write_recipe,
+)
 from pages import parse_command
 
 from plugsft.api import PlugsftError
@@ -125,8 +134,7 @@ def base(tmp_path_factory):
     tables = tiny_tables(folder, chats(40))
     tables["model"]["scratch"]["context"] = 2048
     tables["train"]["steps"] = 1
-    done = run_plugsft(write_recipe(folder / "recipe.toml", tables))
-    assert done.returncode == 0, done.stderr
+    must_succeed(write_recipe(folder / "recipe.toml", tables))
     return folder / "run/model"
 
 
@@ -143,15 +151,14 @@ def place(base, tmp_path):
 def test_the_commands_of_a_recipe_run_as_written(kind, place):
     if kind == "qlora":
         pytest.importorskip("bitsandbytes")
-    assert run_plugsft("init", kind, cwd=place).returncode == 0
+    must_succeed("init", kind, cwd=place)
     commands = commands_of(files_of(kind)[f"recipes/{kind}.toml"])
     alone = [shlex.split(command)[1:] for command in commands if command.startswith("plugsft")]
     assert alone[:2] == [["check", f"recipes/{kind}.toml"], [f"recipes/{kind}.toml"]]
     for words in alone:
         short = ["train.steps=2"] if words[0].endswith(".toml") and not FULL else []
         asked = ["--ask", "Who?", "--max-tokens", "4"] if words[0] == "chat" else []
-        done = run_plugsft(*words, *asked, *short, cwd=place)
-        assert done.returncode == 0, done.stderr
+        done = must_succeed(*words, *asked, *short, cwd=place)
         if words[0] == "check":
             assert done.stdout.endswith(f"\nready: plugsft recipes/{kind}.toml\n"), done.stdout
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import ROOT, chats, must_succeed, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from formats import ASK, TELL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,8 +178,7 @@ def test_plugins_show(tiny, tmp_path, monkeypatch, inspect):
 
 def test_nothing_is_left_behind(tiny, tmp_path):
     (tmp_path / "tmp").mkdir()
-    result = run_plugsft("inspect", tiny(), env={"TMPDIR": str(tmp_path / "tmp")})
-    assert result.returncode == 0, result.stderr
+    must_succeed("inspect", tiny(), env={"TMPDIR": str(tmp_path / "tmp")})
     assert not (tmp_path / "run").exists() and not list((tmp_path / "tmp").iterdir())
 
 
@@ -463,17 +462,15 @@ def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):
 
 def test_the_command_takes_its_options(tiny, tmp_path):
     page = tmp_path / "page.html"
-    result = run_plugsft("inspect", tiny(), "--all", "--rows", 1, "--first", 2, "--html", page)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("inspect", tiny(), "--all", "--rows", 1, "--first", 2, "--html", page)
     assert "row 2: " in result.stdout and "row 3: " not in result.stdout and page.is_file()
 
 
 def test_data_is_looked_at_where_nothing_could_train(tiny):
     """As on the machine that prepares data for one with GPUs."""
     recipe = tiny(plugins={"flash_attention": {"kernel": "fa2"}})
-    assert run_plugsft("prepare", recipe).returncode == 0
-    result = run_plugsft("inspect", recipe, "--rows", 1)
-    assert result.returncode == 0, result.stderr
+    must_succeed("prepare", recipe)
+    must_succeed("inspect", recipe, "--rows", 1)
     refused = run_plugsft(recipe)
     assert refused.returncode == 2 and "no NVIDIA GPU" in refused.stderr
 

@@ -5,7 +5,7 @@ import tomllib
 
 import jsonschema
 import pytest
-from conftest import ROOT, run_plugsft
+from conftest import ROOT, must_succeed, read_record, run_plugsft
 from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
@@ -78,8 +78,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_plugins_are_listed_without_importing_one(installed):
-    result = run_plugsft("plugins", env={"PYTHONPATH": str(installed)})
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("plugins", env={"PYTHONPATH": str(installed)})
     lines = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert {"loud", "quiet", "missing", "broken"} <= set(lines)
     assert "1.2" in lines["broken"] and "For a test" in lines["broken"]
@@ -112,8 +111,7 @@ def test_the_core_answers_every_stage_and_the_listed_notices(tiny):
 
 def test_hooks_come_with_the_summaries_of_the_last_run(installed, tiny, tmp_path, capsys):
     path = tiny(plugins={"loud": {"kind": {"name": "horn"}}}, train={"steps": 1})
-    result = run_plugsft(path, env={"PYTHONPATH": str(installed)})
-    assert result.returncode == 0, result.stderr
+    must_succeed(path, env={"PYTHONPATH": str(installed)})
     overview.list_hooks(path, [], [])
     assert "summary  volume 3 (last run)" in capsys.readouterr().out
     show_run(tmp_path / "run")
@@ -132,11 +130,10 @@ def test_a_recipe_is_shown_with_every_default_and_runs_again(tiny, tmp_path, cap
 
 
 def test_a_run_is_shown(tiny, tmp_path, capsys):
-    result = run_plugsft(tiny(train={"steps": 2}, eval={"split": "train[:4]"}))
-    assert result.returncode == 0, result.stderr
+    must_succeed(tiny(train={"steps": 2}, eval={"split": "train[:4]"}))
     result = run_plugsft("show", tmp_path / "run")
     shown = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
-    run = json.loads((tmp_path / "run/run.json").read_text())
+    run = read_record(tmp_path / "run")
     assert shown["status"] == "completed"
     assert shown["steps"] == "2 of 2, 3 an epoch"
     assert shown["loss"] == f"{run['final']['loss']:.4f}"

@@ -8,7 +8,15 @@ import shutil
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_launch,
+    run_plugsft,
+)
 from launching import config
 from plugin_packages import SEES, activate, install
 from saved_runs import checkpoint, read
@@ -100,10 +108,9 @@ def scaling(run):
 def test_an_overflow_skips_its_step_and_a_resumed_run_scales_alike(plants, tmp_path, name):
     """On the device, or on the host, where a plugin must hear of each step at once."""
     recipe, run = plants(name, overflows="3 6", patience=2, plugins={"sees": {}}), tmp_path / "run"
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe)
     assert "weights float32, computed in float16, gradients summed in float32" in done.stdout
-    summary = json.loads((run / "run.json").read_text())["plugins"]
+    summary = read_record(run)["plugins"]
     assert [each["summary"] for each in summary if each["name"] == "sees"] == [
         "head: torch.float16, torch.float32; torch.float32"
     ]
@@ -125,8 +132,7 @@ def test_an_overflow_skips_its_step_and_a_resumed_run_scales_alike(plants, tmp_p
     end, curve = saved(run, 6), [(line["loss"], line["grad_norm"]) for line in read_metrics(run)]
     for step in (5, 6):
         shutil.rmtree(run / f"checkpoints/step-{step:06d}")
-    done = run_plugsft(recipe, "--resume")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "--resume")
     assert saved(run, 6)[1] == end[1] and saved(run, 6)[0]["loss_scale"] == end[0]["loss_scale"]
     assert [(line["loss"], line["grad_norm"]) for line in read_metrics(run)] == curve
     assert scaling(run) == [*zip(wanted, [0, 0, 1, 1, 1, 2], strict=True)]
@@ -171,7 +177,7 @@ def test_a_run_that_is_killed_beside_skipped_steps_goes_on_bit_for_bit(plants, t
 @pytest.mark.parametrize("kind", [pytest.param("cpu2", marks=only_full), "fsdp2"])
 def test_all_ranks_skip_the_step_of_one(plants, tmp_path, kind):
     recipe = plants(overflows="3", train={"micro_batch": 2})
-    assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
     code, out, err = run_launch(*config(kind), "-m", "plugsft", recipe)
     assert code == 0, err
     assert "computed in float16, gradients summed in float32" in out
@@ -194,8 +200,7 @@ def test_small_gradients_are_learned_from_only_with_scaling(plants, tmp_path):
         ("unscaled", "float16", 1.0),
     ]:
         recipe = plants(dtype=dtype, small=1e-6, initial=initial, steps=110, train=train)
-        done = run_plugsft(recipe, "checkpoint.every=0", f"output={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
+        must_succeed(recipe, "checkpoint.every=0", f"output={tmp_path / name}")
         norms[name] = [line["grad_norm"] for line in read_metrics(tmp_path / name)]
         curves[name] = [1e6 * line["loss"] for line in read_metrics(tmp_path / name)]
     learned = {name: curve[0] - sum(curve[-10:]) / 10 for name, curve in curves.items()}
@@ -285,8 +290,7 @@ def test_float16_learns_what_float32_learns_with_any_plugin(plants, tmp_path, pl
             code, _, err = run_launch(*config(kind), "-m", "plugsft", *words)
             assert code == 0, err
         else:
-            done = run_plugsft(*words)
-            assert done.returncode == 0, done.stderr
+            must_succeed(*words)
         curves[dtype] = [(line["loss"], line["grad_norm"]) for line in read_metrics(run)]
     times = 5 if kind == "fsdp2" else 1  # FSDP2 casts norms and embeddings, too
     for half, single in zip(curves["float16"], curves["float32"], strict=True):

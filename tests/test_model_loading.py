@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import run_plugsft, tiny_tables, write_recipe
+from conftest import must_succeed, run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -132,7 +132,7 @@ def test_a_soft_cap_of_attention_is_computed(tmp_path, empty):
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     """The command is run as it stands; the recipe is then ready."""
-    assert run_plugsft(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}").returncode == 0
+    must_succeed(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}")
     base = tmp_path / "base/model"
     torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
     (base / "model.safetensors").unlink()
@@ -146,8 +146,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     command = result.stderr.partition("convert it with: ")[2].partition(" and set model.path")[0]
     command = command.replace("\n", " ").replace("python -c", f"{sys.executable} -c")
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)
-    checked = run_plugsft("check", recipe, "model.path=model-safetensors", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
+    must_succeed("check", recipe, "model.path=model-safetensors", cwd=tmp_path)
 
 
 def test_a_gguf_file_is_refused_with_the_page_that_makes_a_folder_of_it(tiny, tmp_path):

@@ -4,7 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import chats, read_metrics, run_plugsft, run_ranks, tiny_tables, write_recipe
+from conftest import chats, must_succeed, read_metrics, run_ranks, tiny_tables, write_recipe
 from plugin_packages import activate, install
 from prepared_rows import make_plan
 from saved_runs import forget
@@ -86,7 +86,7 @@ def test_check_plan_and_tune_ask_for_the_order(write, tmp_path, capsys):
     recipe = write("curriculum")
     check(recipe, [], [], None)
     assert "steps       about 10, 5 an epoch of 40 examples" in capsys.readouterr().out
-    assert run_plugsft("prepare", recipe).returncode == 0
+    must_succeed("prepare", recipe)
     [folder] = (tmp_path / "curriculum/tokens").iterdir()
     [tokenizer] = (tmp_path / "curriculum/scratch").glob("tokenizer-*")
     words = [f'data.tokens="{folder}"', f'model.tokenizer="{tokenizer}"']

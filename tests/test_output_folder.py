@@ -6,7 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables, write_recipe
+from conftest import (
+    chats,
+    must_succeed,
+    read_metrics,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_recipe,
+)
 
 from plugsft.base.errors import RecipeError
 from plugsft.output import folder as places
@@ -40,8 +48,7 @@ def finished(tmp_path_factory):
     """A finished run, and the recipe that made it."""
     folder = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(folder / "recipe.toml", tiny_tables(folder))
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe)
     return recipe, folder / "run"
 
 
@@ -74,9 +81,8 @@ def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
 
 def test_overwriting_leaves_nothing_of_the_old_run(tiny, tmp_path):
     recipe, run = tiny(), tmp_path / "run"
-    assert run_plugsft(recipe, "train.steps=9", "checkpoint.every=1").returncode == 0
-    result = run_plugsft(recipe, "train.steps=2", "--overwrite")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, "train.steps=9", "checkpoint.every=1")
+    must_succeed(recipe, "train.steps=2", "--overwrite")
     assert sorted(os.listdir(run / "checkpoints")) == ["step-000001", "step-000002"]
     assert len(read_metrics(run)) == 2
 
@@ -150,7 +156,7 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path
         assert result.returncode == 2 and "--overwrite" in result.stderr
         assert (run / "metrics.jsonl").read_bytes() == before
     assert f"{steps} steps of a run without a checkpoint" in run_plugsft(recipe).stderr
-    assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
+    must_succeed(recipe, "train.steps=2", "--overwrite")
 
 
 def test_a_run_saves_checkpoints_where_the_recipe_names_no_interval(tiny, tmp_path):
@@ -169,8 +175,7 @@ def test_a_run_saves_checkpoints_where_the_recipe_names_no_interval(tiny, tmp_pa
 def test_a_finished_run_says_so_when_resumed_and_keeps_its_record(finished, tmp_path):
     recipe, run = finished
     before = content(run)
-    result = run_plugsft(recipe, "--resume")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, "--resume")
     assert "nothing to resume" in result.stdout and f'model.path = "{run}/model"' in result.stdout
     more = run_plugsft(recipe, "train.epochs=2", "--resume")
     assert more.returncode == 2 and "train.epochs was 1 and is 2" in more.stderr
@@ -186,14 +191,13 @@ def test_a_resolved_recipe_resumes_what_the_written_one_began(finished, tmp_path
     tables["train"]["steps"] = 4
     (tmp_path / "base").symlink_to(run / "model")
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
-    assert run_plugsft(recipe, cwd=tmp_path).returncode == 0
+    must_succeed(recipe, cwd=tmp_path)
     for gone in ("checkpoints/step-000004", "model"):
         (tmp_path / "run" / gone / "manifest.json").unlink()
         for path in (tmp_path / "run" / gone).iterdir():
             path.unlink()
         (tmp_path / "run" / gone).rmdir()
-    result = run_plugsft(tmp_path / "run/recipe.toml", "--resume")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(tmp_path / "run/recipe.toml", "--resume")
     assert "going on after step 3" in result.stdout
 
 

@@ -1,10 +1,18 @@
 """Plugins that break a promise of their hooks end the run, in seconds and with the reason."""
 
-import json
 import time
 
 import pytest
-from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, start_ranks
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_plugsft,
+    run_ranks,
+    start_ranks,
+)
 from plugin_packages import activate, install
 
 TRAIN = {"steps": 4, "batch_size": 8, "micro_batch": 4}
@@ -218,8 +226,7 @@ def test_a_metric_that_is_not_one_number_is_refused(recipe, value, what):
 
 @pytest.mark.parametrize("value", ["2", "2.0", "2 * torch.ones(1, 1)", "torch.tensor(2)"])
 def test_a_metric_is_a_number_or_a_tensor_of_one_number(recipe, tmp_path, value):
-    result = run_plugsft(recipe(SUM.format(value=value)))
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe(SUM.format(value=value)))
     for line in read_metrics(tmp_path / "run"):
         assert line["sum"] == pytest.approx(2 * line["share"])
 
@@ -239,8 +246,7 @@ def test_a_wrong_swap_leaves_the_trained_weights(recipe):
             for name, shard in run.model.shards().items():
                 assert torch.equal(shard, trained[name])
     """
-    result = run_plugsft(recipe(body))
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe(body))
 
 
 def test_a_plugin_may_answer_use_weights(recipe, tmp_path):
@@ -249,8 +255,7 @@ def test_a_plugin_may_answer_use_weights(recipe, tmp_path):
         def use_weights(self, work):
             return work()
     """
-    result = run_plugsft(recipe(body, eval=EVAL))
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe(body, eval=EVAL))
     assert (tmp_path / "run/model/config.json").exists()
 
 
@@ -275,9 +280,8 @@ def test_a_hook_that_clears_its_metrics_or_adds_facts_does_no_harm(recipe, tmp_p
         def logged(self, metrics):
             metrics.clear()
     """
-    result = run_plugsft(recipe(body, eval=EVAL, checkpoint={"keep_best": "eval_loss"}))
-    assert result.returncode == 0, result.stderr
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    must_succeed(recipe(body, eval=EVAL, checkpoint={"keep_best": "eval_loss"}))
+    record = read_record(tmp_path / "run")
     assert record["made"] == {"folder": str(tmp_path / "run")} and record["best"]["step"] == 4
 
 

@@ -4,7 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_launch,
+    run_plugsft,
+)
 from launching import config
 from plugin_packages import SEES, activate, install
 from safetensors import safe_open
@@ -27,7 +35,7 @@ def told_of(weights, computes):
 
 
 def summary(run):
-    record = json.loads((run / "run.json").read_text())
+    record = read_record(run)
     return record["precision"], record["plugins"][0]["summary"]
 
 
@@ -38,8 +46,7 @@ def dtype_of(run):
 
 def test_states_of_a_plugin_s_optimizer_are_its_own(tiny):
     plugins = {"low_memory_adam": {"kind": "adamw_8bit"}}
-    result = run_plugsft(tiny(train={"steps": 1}, plugins=plugins))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(tiny(train={"steps": 1}, plugins=plugins))
     assert "gradients summed in float32, on cpu" in result.stdout
 
 
@@ -58,8 +65,7 @@ def test_a_run_computes_in_the_reported_precision(
     activate(install(tmp_path / "site", sees=SEES), monkeypatch)
     recipe = tiny(train={"steps": 2}, plugins={"sees": {}}, checkpoint={"every": 0})
     env = {"ACCELERATE_MIXED_PRECISION": launcher}
-    result = run_plugsft(recipe, f"model.dtype={dtype}", f"model.weights={weights}", env=env)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, f"model.dtype={dtype}", f"model.weights={weights}", env=env)
     says = told_of(weights, computes)
     assert f"precision: {says}" in result.stdout
     assert ("rounds away most of a step" in result.stdout) == (weights == "bfloat16")
@@ -95,7 +101,7 @@ def test_sharded_runs_compute_in_the_reported_precision(
     # The probe of packing leaves some weights whole under FSDP2, in the type of computing.
     packed = {"bfd_packing": {"capacity": 60, "overlong": "truncate"}}
     recipe = tiny(rows=chats(21), train=train, plugins=packed)
-    assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
     recipe = tiny(rows=chats(21), train=train, plugins=packed | {"grads": {}})
     more = (f"model.dtype={dtype}", f"model.weights={weights}")
     code, out, err = run_launch(
@@ -147,7 +153,7 @@ GRADS = """
 
 def ensure_sharded(run, whole=False):
     """Judge the gradients of a rank by the weights that it stores: 4 bytes of each of its own."""
-    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    plugins = read_record(run)["plugins"]
     [said] = [plugin["summary"] for plugin in plugins if plugin["name"] == "grads"]
     most, own = map(int, said.split())
     print(f"{most:,} bytes of gradients for {own:,} weights of this rank")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import (
     chats,
+    must_succeed,
     read_metrics,
     run_plugsft,
     start_plugsft,
@@ -397,7 +398,7 @@ def named(tmp_path):
     """Prepared tokens, and `recipe(**data)`: tables that name them."""
     tables = tiny_tables(tmp_path, chats(30))
     path = write_recipe(tmp_path / "recipe.toml", tables)
-    assert run_plugsft(path).returncode == 0
+    must_succeed(path)
     tables["model"] = {"path": str(tmp_path / "run/model")}
     path = write_recipe(tmp_path / "prepare.toml", tables)
     result = run_plugsft("prepare", path, f"output={tmp_path / 'cpu'}")

@@ -1,7 +1,6 @@
 """Plugins as real modules: found, configured, checked, ordered, called."""
 
 import itertools
-import json
 import random
 import subprocess
 import sys
@@ -10,7 +9,15 @@ from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
-from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_recipe
+from conftest import (
+    must_succeed,
+    read_metrics,
+    read_record,
+    run_plugsft,
+    start_ranks,
+    tiny_tables,
+    write_recipe,
+)
 from plugin_packages import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
@@ -454,8 +461,9 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
     )
     tables["train"] |= {"steps": 2}
     tables["eval"] = {"every": 2, "split": "train[:8]"}
-    result = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"})
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(
+        write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"}
+    )
     lines = [line.split("trace ")[1] for line in result.stderr.splitlines() if "trace " in line]
     # A call is told when it returns: what it calls itself stands before it, and deeper.
     transcript = [line.partition(")")[0] + ")" for line in lines]
@@ -499,7 +507,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
     ]
     assert "by core -> Rendered, " in lines[0] and lines[0].endswith(" ms")
     assert any("logged(run, step, metrics) by listen" in line for line in lines), lines
-    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "completed"
+    assert read_record(tmp_path / "run")["status"] == "completed"
 
 
 def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
@@ -610,8 +618,7 @@ def test_the_last_summary_reaches_the_console_and_the_first_pretends_nothing(com
     )
     tables = company(counts=COUNTS.format(raises=0, rank=0), static=static)
     tables["train"] |= {"steps": 2}
-    result = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(write_recipe(tmp_path / "recipe.toml", tables))
     said = [line for line in result.stdout.splitlines() if line.startswith(("plugin ", "step "))]
     assert [line.partition("  ")[0] for line in said] == [
         *["plugin counts: active", "plugin static: on", "step 1/2", "step 2/2"],
@@ -631,6 +638,6 @@ def test_a_notice_that_fails_ends_every_rank_with_everything_saved(company, tmp_
     assert "Traceback" not in other.stderr and [failed.returncode, other.returncode] == [1, 1]
     assert (tmp_path / f"run/checkpoints/step-{step:06d}/manifest.json").is_file()
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [*range(1, step + 1)]
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    record = read_record(tmp_path / "run")
     assert record["status"] == "failed" and "plugin 'counts'" in record["reason"]
     assert not (tmp_path / "run/model").exists()

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from conftest import (
     ROOT,
+    must_succeed,
     only_full,
     run_plugsft,
     start_plugsft,
@@ -82,7 +83,7 @@ def claims(run):
 def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
     run, alone = tmp_path / "run", tmp_path / "alone"
     recipe = many()
-    assert run_plugsft("prepare", recipe, f"output={alone}").returncode == 0
+    must_succeed("prepare", recipe, f"output={alone}")
     (tmp_path / "note").unlink()
     go = tmp_path / "go"
     env = {"PLUGSFT_PROGRESS_SECONDS": "0", "GO": str(go)}
@@ -173,7 +174,7 @@ def hosts():
 @only_full
 def test_a_host_that_sleeps_in_its_slice_is_taken_over_and_may_wake(hosts, many, tmp_path):
     recipe, run, go = many(), tmp_path / "run", tmp_path / "go"
-    assert run_plugsft("prepare", recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    must_succeed("prepare", recipe, f"output={tmp_path / 'alone'}")
     (tmp_path / "note").unlink()
     env = {"GO": str(go), "PLUGSFT_CACHE": str(tmp_path / "cache")}
     sleeper = start_host("prepare", recipe, f"output={run}", env=env)

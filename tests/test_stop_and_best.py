@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     chats,
+    must_succeed,
     only_full,
     read_record,
     run_plugsft,
@@ -74,8 +75,7 @@ def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops,
     assert "enough was learned" in (run / "report.html").read_text()
     assert "enough was learned" in ended[0].stdout
     # It goes on where it stopped, with the plugin's state, and ends like any other run.
-    result = run_plugsft(recipe, "--resume", "plugins.stops.at=0")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, "--resume", "plugins.stops.at=0")
     assert "6 steps seen" in result.stdout
     assert read_record(run)["steps"]["done"] == 6 and read_record(run)["reason"] is None
 
@@ -86,8 +86,7 @@ def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops,
 )
 def test_any_reason_stops_in_good_order(tiny, tmp_path, stops, reason, recorded):
     recipe = tiny(train=TRAIN, plugins={"stops": {"at": 2, "reason": reason}})
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe)
     record = read_record(tmp_path / "run")
     assert (record["status"], record["reason"]) == ("completed", recorded)
     assert record["steps"]["done"] == 2
@@ -171,8 +170,7 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
         plugins={"told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
     )
     run = tmp_path / "run"
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe)
     assert "best: eval_told " in done.stdout and " at step 2; model/ has its weights" in done.stdout
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
         "step-000002",
@@ -185,8 +183,7 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     record = read_record(run)
     assert record["best"] == {"step": 2, "eval_told": best["eval_told"]}
     exported = tmp_path / "exported"
-    done = run_plugsft("export", run / "checkpoints/step-000002", "--to", exported)
-    assert done.returncode == 0, done.stderr
+    must_succeed("export", run / "checkpoints/step-000002", "--to", exported)
     model, expected = (load_file(path / "model.safetensors") for path in (run / "model", exported))
     assert all(torch.equal(model[name], expected[name]) for name in expected)
     exported_last = tmp_path / "last"
@@ -232,8 +229,7 @@ def test_a_resume_that_evaluates_other_rows_says_so(tiny, tmp_path):
     assert whole.returncode == 0 and "warning" not in whole.stdout, whole
     words = ("--resume-from", tmp_path / "run/checkpoints/step-000002")
     for split, count in (("train", 0), ("train[:3]", 1)):
-        result = run_plugsft(recipe, *words, f"eval.split={split}")
-        assert result.returncode == 0, result.stderr
+        result = must_succeed(recipe, *words, f"eval.split={split}")
         assert result.stdout.count("warning: [eval] has other rows than before") == count
 
 
@@ -333,7 +329,7 @@ def test_each_ctrl_c_says_what_it_does_and_what_is_lost(tiny, tmp_path, monkeypa
     assert f"\nended at once: lost {first[1]}\n" in ended.stderr
     record = read_record(tmp_path / "run")
     assert (record["status"], record["reason"]) == ("stopped", f"ended at once: lost {first[1]}")
-    assert run_plugsft(recipe, "--resume", "--without", "twice").returncode == 0
+    must_succeed(recipe, "--resume", "--without", "twice")
 
 
 WORST = """
@@ -419,8 +415,7 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
     other = run_plugsft(recipe, *words, "checkpoint.best=highest")
     assert "checkpoint.best was 'lowest' and is 'highest'" in other.stderr
     shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
-    done = run_plugsft(recipe, *words)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe, *words)
     assert "warning: the best checkpoint so far," in done.stdout
     assert "step-000001, is missing; model/ will be the best of the steps from here" in done.stdout
     assert "at step 3; model/ has its weights" in done.stdout

@@ -1,13 +1,12 @@
 """A third party's plugin is found, checked and run like a bundled one."""
 
-import json
 import tomllib
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from author import install, run_fresh, write_plugin
-from conftest import only_full, read_metrics, run_plugsft
+from conftest import must_succeed, only_full, read_metrics, read_record, run_plugsft
 from transformers import AutoTokenizer
 
 SHOUT = Path(__file__).parent / "third_party"
@@ -44,7 +43,7 @@ def test_it_trains_with_its_options(site, tiny, tmp_path):
     turns = sum(text.count("??<") for text in trained)
     assert turns == sum(text.count("<|im_start|>assistant") for text in trained) >= 24
     assert "???" not in "".join(trained)
-    [record] = json.loads((run / "run.json").read_text())["plugins"]
+    [record] = read_record(run)["plugins"]
     assert record["summary"] == "every assistant turn shouted, with '??'"
     assert record["origin"] == "plugsft-shout 1.2.3"
     assert record["options"] == {"mark": "?", "times": 2, "who": "assistant"}
@@ -52,15 +51,13 @@ def test_it_trains_with_its_options(site, tiny, tmp_path):
     # What was resolved is a recipe that runs again, and knows the plugin's options.
     tables = tomllib.loads((run / "recipe.toml").read_text())
     assert tables["plugins"] == {"shout": record["options"]}
-    again = run_plugsft(run / "recipe.toml", f"output={tmp_path / 'again'}")
-    assert again.returncode == 0, again.stderr
+    must_succeed(run / "recipe.toml", f"output={tmp_path / 'again'}")
     losses = [[step["loss"] for step in read_metrics(tmp_path / at)] for at in ("run", "again")]
     assert losses[0] == losses[1]
 
 
 def test_it_is_listed_with_its_distribution(site):
-    result = run_plugsft("plugins")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("plugins")
     [line] = [line for line in result.stdout.splitlines() if line.split()[:1] == ["shout"]]
     assert "plugsft-shout 1.2.3" in line and "Make the assistant shout" in line
     assert "length_group" in result.stdout and "echo_chamber" in result.stdout
@@ -127,8 +124,7 @@ def test_new_plugins_of_every_kind_pass_their_own_tests(tmp_path):
     folders = []
     for kind in KINDS:
         folders.append(tmp_path / f"plugsft-loud-{kind}")
-        result = run_plugsft("new-plugin", f"loud_{kind}", "--kind", kind, "--folder", tmp_path)
-        assert result.returncode == 0, result.stderr
+        result = must_succeed("new-plugin", f"loud_{kind}", "--kind", kind, "--folder", tmp_path)
         for command in (f"cd {folders[-1]}", "pip install -e '.[dev]'", "pytest"):
             assert command in result.stdout
     site = install(*folders, target=tmp_path / "site")
@@ -142,8 +138,7 @@ def test_new_plugins_of_every_kind_pass_their_own_tests(tmp_path):
 
 def test_without_a_kind_it_is_a_callback(tmp_path):
     for options in [("mine",), ("mine", "--kind", "callback", "--folder", tmp_path / "b")]:
-        result = run_plugsft("new-plugin", "--folder", tmp_path / "a", *options)
-        assert result.returncode == 0, result.stderr
+        must_succeed("new-plugin", "--folder", tmp_path / "a", *options)
     first, second = (
         {path.name: path.read_text() for path in (tmp_path / name / "plugsft-mine").iterdir()}
         for name in "ab"

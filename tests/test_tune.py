@@ -15,6 +15,7 @@ import pytest
 from conftest import (
     ROOT,
     chats,
+    must_succeed,
     only_full,
     read_metrics,
     run_plugsft,
@@ -169,8 +170,7 @@ def test_the_drift_of_a_busy_machine_is_no_gain(simulate):
 @pytest.mark.slow
 def test_without_another_size_yours_stays(tiny, tmp_path, forked_trials):
     path = tiny(train={"batch_size": 1, "micro_batch": 1})
-    result = run_plugsft("tune", path, "--steps", 1, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("tune", path, "--steps", 1, cwd=tmp_path)
     assert "probe 1: " in result.stdout and "probe 2: " not in result.stdout
     assert "\nkeep yours: train.micro_batch = 1: " in result.stdout
     assert "\n1 probe of 1 step, in " in result.stdout
@@ -199,8 +199,7 @@ def test_the_fastest_that_fits_is_found(place, forked_trials):
     losses = []
     for number, recipe in enumerate(([place / "my.toml"], command.split())):
         output = place / f"run-{number}"
-        run = run_plugsft(*recipe, "train.steps=1", f"output={output}", cwd=place)
-        assert run.returncode == 0, run.stderr
+        must_succeed(*recipe, "train.steps=1", f"output={output}", cwd=place)
         losses.append(read_metrics(output)[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -281,8 +280,7 @@ def test_ranks_are_launched_and_share_the_memory(place):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"
     words = ("train.batch_size=4", "--steps=1", f"--launch={launch}")
-    result = run_plugsft("tune", place / "my.toml", *words, cwd=place, timeout=1200)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("tune", place / "my.toml", *words, cwd=place, timeout=1200)
     sizes = re.search(r"sizes: from 1 to (\d+); memory: ([\d.]+) GiB a rank", result.stdout)
     assert sizes[1] == "2"  # examples of a step for each rank
     assert float(sizes[2]) == pytest.approx(look().memory / 2**31, abs=0.1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
+from conftest import chats, must_succeed, read_metrics, run_plugsft, run_ranks, write_jsonl
 from gradients import weighted_loss
 from plugin_packages import activate, install
 from prepared_rows import prepare_rows, text_row
@@ -88,8 +88,7 @@ def test_weight_1_everywhere_is_no_weight_bit_for_bit(tiny, tmp_path, monkeypatc
         rows = weighted(chats(24), weights)
         tables = {"output": str(tmp_path / name), "eval": {"every": 2, "split": "train[:8]"}}
         recipe = tiny(rows, plugins={"looks": {}}, **tables)
-        result = run_plugsft(recipe)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe)
     for part in ("loss", "grad_norm"):
         each = [[line[part] for line in read_metrics(tmp_path / n)] for n in ("with", "without")]
         assert each[0] == each[1]
@@ -156,8 +155,7 @@ def test_a_step_of_weight_0_is_refused_before_training(tiny, tmp_path):
     # In evaluation only the sum over all steps must not be 0.
     write_jsonl(tmp_path / "eval.jsonl", rows)
     good = tiny([text_row(n) for n in range(6)], eval={"source": str(tmp_path / "eval.jsonl")})
-    result = run_plugsft(good, "train.batch_size=1", "train.micro_batch=1", "train.steps=1")
-    assert result.returncode == 0, result.stderr
+    must_succeed(good, "train.batch_size=1", "train.micro_batch=1", "train.steps=1")
     write_jsonl(tmp_path / "eval.jsonl", [text_row(n, weight=0) for n in range(6)])
     result = run_plugsft(good, "--overwrite")
     assert result.returncode == 2 and "all 6 examples have the weight 0" in result.stderr
@@ -185,11 +183,9 @@ def test_a_loss_that_may_ignore_weights_is_refused(tiny, tmp_path, monkeypatch, 
     assert 'data.ignore = ["weight"] trains without them' in result.stderr
     with pytest.raises(RecipeError, match=r"plugins\.own: its loss may ignore the weights"):
         check(recipe, [], [], None)
-    ignored = run_plugsft(recipe, 'data.ignore=["weight"]', f"output={tmp_path}/ignored")
-    assert ignored.returncode == 0, ignored.stderr
+    must_succeed(recipe, 'data.ignore=["weight"]', f"output={tmp_path}/ignored")
     for name, plugins in (("plain", "{}"), ("own", "{honest={}}")):
-        result = run_plugsft(recipe, f"plugins={plugins}", f"output={tmp_path / name}")
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"plugins={plugins}", f"output={tmp_path / name}")
     losses = [[line["loss"] for line in read_metrics(tmp_path / n)] for n in ("plain", "own")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import (
     chats,
+    must_succeed,
     only_full,
     read_metrics,
     run_launch,
@@ -92,7 +93,7 @@ def start(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     tables = tiny_tables(folder, rows_with_thoughts(21)) | {"output": str(folder / "base")}
     tables["train"] |= TRAIN | {"steps": 1}
-    assert run_plugsft(write_recipe(folder / "base.toml", tables)).returncode == 0
+    must_succeed(write_recipe(folder / "base.toml", tables))
     base = folder / "base/model"
     if not request.param:
         plain = AutoModelForCausalLM.from_pretrained(base)
@@ -103,12 +104,6 @@ def start(request, tmp_path_factory):
     tables["model"] = {"path": str(base), "add_tokens": NEW}
     tables["train"] |= TRAIN
     return write_recipe(folder / "recipe.toml", tables)
-
-
-def ran(*words):
-    result = run_plugsft(*words)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def load(folder):
@@ -124,22 +119,22 @@ def answer(model, tokenizer):
 
 def test_all_weights_are_trained_saved_and_resumed(start, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
-    ran(start, f"output={run}", "checkpoint.every=2")
+    must_succeed(start, f"output={run}", "checkpoint.every=2")
     model, tokenizer = load(run / "model")
     ids = tokenizer.convert_tokens_to_ids(NEW)
     base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
     old = base.config.vocab_size
     assert ids == [old, old + 1] and model.config.vocab_size == old + 2
     assert len(answer(model, tokenizer)[0]) > 1
-    ran(start, f"output={again}", "--resume-from", run / "checkpoints/step-000002")
+    must_succeed(start, f"output={again}", "--resume-from", run / "checkpoints/step-000002")
     weights = "model/model.safetensors"
     assert (again / weights).read_bytes() == (run / weights).read_bytes()
     exported = tmp_path / "exported"
-    ran("export", run / "checkpoints/step-000004", "--to", exported)
+    must_succeed("export", run / "checkpoints/step-000004", "--to", exported)
     assert (exported / "model.safetensors").read_bytes() == (run / weights).read_bytes()
     # The tokens are others than without, and a checkpoint belongs to its tokens.
     without = tmp_path / "without"
-    ran(start, f"output={without}", "model.add_tokens=[]", "train.steps=1")
+    must_succeed(start, f"output={without}", "model.add_tokens=[]", "train.steps=1")
     counts = [read_metrics(folder)[0]["tokens"] for folder in (run, without)]
     assert counts[0] < counts[1]
     checkpoint = run / "checkpoints/step-000002"
@@ -148,7 +143,9 @@ def test_all_weights_are_trained_saved_and_resumed(start, tmp_path):
     )
     assert result.returncode == 2 and "model.add_tokens" in result.stderr
     # Going on from this model, they are there already.
-    said = ran(start, f"output={tmp_path / 'on'}", f"model.path={json.dumps(str(run / 'model'))}")
+    said = must_succeed(
+        start, f"output={tmp_path / 'on'}", f"model.path={json.dumps(str(run / 'model'))}"
+    )
     assert "model.add_tokens: the tokenizer has these already: </think>, <think>" in said
     assert load(tmp_path / "on/model")[0].config.vocab_size == old + 2
 
@@ -172,11 +169,11 @@ def test_texts_that_cannot_be_tokens_are_refused(start, token, says):
 def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained):
     run = tmp_path / "run"
     words = ("plugins.lora.r=4", f"plugins.lora.train_new_tokens={str(trained).lower()}")
-    said = ran(start, f"output={run}", *words, "checkpoint.every=2")
+    said = must_succeed(start, f"output={run}", *words, "checkpoint.every=2")
     assert ("rows of 2 new tokens trained" in said) == trained
     warning = "warning: plugin lora: rows of 2 new tokens are frozen; train_new_tokens = true"
     assert (warning in said) != trained
-    ran("export", run, "--merge")
+    must_succeed("export", run, "--merge")
     merged, tokenizer = load(run / "merged")
     base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
     old = base.config.vocab_size
@@ -187,12 +184,12 @@ def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained)
         assert (moved > 1e-3) == trained and len(rows) == old + 2
     assert len(answer(merged, tokenizer)[0]) > 1
     said = [
-        ran("chat", folder, "--ask", "<think>", "--max-tokens", "5")
+        must_succeed("chat", folder, "--ask", "<think>", "--max-tokens", "5")
         for folder in (run, run / "merged")
     ]
     assert said[0] == said[1]
     again, checkpoint = tmp_path / "again", run / "checkpoints/step-000002"
-    ran(start, f"output={again}", *words, "--resume-from", checkpoint)
+    must_succeed(start, f"output={again}", *words, "--resume-from", checkpoint)
     assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
 
 
@@ -201,8 +198,8 @@ def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):
     pair = {"prompt": "say", "chosen": "<think>a</think>", "rejected": "b"}
     data = f"data.source={json.dumps(str(write_jsonl(tmp_path / 'pairs.jsonl', [pair] * 8)))}"
     run, words = tmp_path / "run", ("plugins.lora.train_new_tokens=true", "plugins.reward={}")
-    assert "rows of 2 new tokens trained" in ran(start, f"output={run}", data, *words)
-    ran("export", run, "--merge")
+    assert "rows of 2 new tokens trained" in must_succeed(start, f"output={run}", data, *words)
+    must_succeed("export", run, "--merge")
     merged = AutoModelForSequenceClassification.from_pretrained(run / "merged")
     base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
     rows, before = (m.get_input_embeddings().weight.detach() for m in (merged, base))
@@ -228,7 +225,7 @@ def test_sharded_ranks_learn_the_same_or_refuse(start, tmp_path, kind):
             *config(kind), "-m", "plugsft", *words, f"output={tmp_path / kind}"
         )
     assert code == 0, err
-    ran(*words, f"output={tmp_path / 'alone'}")
+    must_succeed(*words, f"output={tmp_path / 'alone'}")
     assert curve(tmp_path / kind) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
 
 

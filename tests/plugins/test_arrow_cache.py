@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     chats,
+    must_succeed,
     run_plugsft,
     run_ranks,
     start_plugsft,
@@ -290,8 +291,7 @@ def test_a_killed_build_is_gone_on_from(noted, home):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     done = len([*home.glob(".*.parts-*/data-*.json")])
-    second = run_plugsft("prepare", recipe)
-    assert second.returncode == 0, second.stderr
+    second = must_succeed("prepare", recipe)
     assert f"data: continuing after {done} of 8 slices" in second.stdout
     # The kill comes in the middle of a slice, or just before it begins.
     cut_short = builders(note).count(str(first.pid)) - done
@@ -303,7 +303,7 @@ def test_a_killed_build_is_gone_on_from(noted, home):
 @pytest.mark.timeout(1200)
 def test_eight_processes_and_random_kills(noted, home, tmp_path):
     recipe, note = noted(slices=6, seconds=0.05)
-    assert run_plugsft("prepare", recipe, "plugins.arrow_cache.enabled=false").returncode == 0
+    must_succeed("prepare", recipe, "plugins.arrow_cache.enabled=false")
     (reference,) = (tmp_path / "run/tokens").iterdir()
     tokenizer = next((tmp_path / "run/scratch").iterdir())
     rng = random.Random(11)

@@ -15,7 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
+from conftest import (
+    chats,
+    must_succeed,
+    read_metrics,
+    read_record,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+)
 from plugin_packages import activate, install
 
 from plugsft import LoadedStep, PluginError, testing
@@ -312,8 +320,7 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     serial, ahead = tmp_path / "serial", tmp_path / "ahead"
     mine = (recipe, f"output={ahead}", "plugins.async_collate.depth=2")
     for words in ((recipe, f"output={serial}"), mine):
-        result = run_plugsft(*words)
-        assert result.returncode == 0, result.stderr
+        must_succeed(*words)
     assert len(learned(serial)) == 12 + 3
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
     spied, summary = (summary_of(ahead, name) for name in ("spy", "async_collate"))
@@ -328,8 +335,7 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     # From the middle of an epoch.
     for name in ("checkpoints/step-000012", "checkpoints/step-000008", "model"):
         shutil.rmtree(ahead / name)
-    result = run_plugsft(*mine, "--resume")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(*mine, "--resume")
     assert "going on after step 4" in result.stdout
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
 
@@ -345,7 +351,7 @@ def weights(run):
 
 
 def summary_of(run, name):
-    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    plugins = read_record(run)["plugins"]
     return next(plugin["summary"] for plugin in plugins if plugin["name"] == name)
 
 
@@ -416,8 +422,7 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
     recipe = tiny(rows=chats(43), train={"steps": 10, "micro_batch": 8}, plugins=slow)
     seconds = []
     for name, words in (("serial", []), ("ahead", ["plugins.async_collate={}"])):
-        result = run_plugsft(recipe, f"output={tmp_path / name}", *words)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"output={tmp_path / name}", *words)
         # The least of them: what else the machine does can only add to it.
         seconds.append(min(line["step_seconds"] for line in read_metrics(tmp_path / name)))
     print(f"\n{seconds[0] / seconds[1]:.2f} times as fast")

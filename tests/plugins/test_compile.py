@@ -1,6 +1,5 @@
 """compile: the same losses, one program for all lengths, the same names of weights."""
 
-import json
 import logging
 import re
 from copy import deepcopy
@@ -8,7 +7,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
+from conftest import bare_tables, chats, must_succeed, only_full, read_record, run_launch, run_ranks
 from families import SMALL
 from launching import TRAIN, config, curve
 from safetensors.torch import load_file
@@ -269,12 +268,11 @@ def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, rank
     train = TRAIN | {"steps": 4, "micro_batch": micro}
     recipe = tiny(rows=chats(21), train=train, eval=held_out, plugins=plugins)
     plain, run = tmp_path / "plain", tmp_path / "compiled"
-    alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
-    assert alone.returncode == 0, alone.stderr
+    must_succeed(recipe, f"output={plain}", "--without", "compile")
     result = run_ranks(ranks, recipe, f"output={run}", timeout=550)
     assert result.returncode == 0, result.stderr
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
-    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    plugins = read_record(run)["plugins"]
     summary = next(plugin["summary"] for plugin in plugins if plugin["name"] == "compile")
     assert "programs compiled in" in summary and not summary.startswith("0")
     theirs, ours = (load_file(one / "model/model.safetensors") for one in (plain, run))
@@ -289,8 +287,7 @@ def test_sharded_layers_learn_the_same(tiny, tmp_path):
     plugins = {"compile": {}, "gradient_checkpointing": {}, "fused_loss": {}}
     recipe = tiny(rows=chats(9), train=TRAIN | {"steps": 2, "micro_batch": 1}, plugins=plugins)
     plain, run = tmp_path / "plain", tmp_path / "run"
-    alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
-    assert alone.returncode == 0, alone.stderr
+    must_succeed(recipe, f"output={plain}", "--without", "compile")
     words = ("-m", "plugsft", recipe, f"output={run}")
     code, out, err = run_launch(*config("fsdp2"), *words, timeout=550)
     assert code == 0, err

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    must_succeed,
     only_full,
     read_metrics,
     read_record,
@@ -372,8 +373,7 @@ def of_kind(tiny, kind):
 
 def train(recipe, folder, *words):
     """Run; return all that it measured of what is learned."""
-    result = run_plugsft(recipe, f"output={folder}", *words)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={folder}", *words)
     return measured(folder)
 
 
@@ -501,8 +501,7 @@ def test_it_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path, kind):
     recipe, whole, again = of_kind(tiny, kind), tmp_path / "whole", tmp_path / "again"
     train(recipe, whole, "checkpoint.every=1", "checkpoint.keep=9")
     words = (recipe, "--resume-from", whole / "checkpoints/step-000002")
-    result = run_plugsft(*words, f"output={again}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(*words, f"output={again}")
     there, rest = lines_of(again), [line for line in lines_of(whole) if line["step"] > 2]
     assert there == rest and len(rest) == 6
     [file] = (whole / "model").glob("*model.safetensors")
@@ -657,8 +656,7 @@ def test_a_model_that_differs_from_call_to_call_stops_at_step_1(
 
 
 def test_the_dropout_of_a_model_is_left_out_and_that_of_adapters_stays(recipe, tmp_path):
-    result = run_plugsft(recipe, "train.steps=1")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, "train.steps=1")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -690,7 +688,7 @@ def test_packed_rows_have_room_for_a_pair(tiny):
 
 def test_tokens_do_not_depend_on_how_pairs_are_compared(tiny):
     recipe = tiny(rows=pairs(8), train={"steps": 1}, plugins={"dpo": {}})
-    assert run_plugsft(recipe).returncode == 0
+    must_succeed(recipe)
     again = run_plugsft(recipe, "plugins.dpo.beta=0.5", "--overwrite")
     assert again.returncode == 0 and "from cache" in again.stdout
 

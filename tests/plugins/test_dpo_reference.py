@@ -4,7 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from conftest import only_full, read_metrics, run_launch, run_plugsft, run_ranks, start_plugsft
+from conftest import (
+    must_succeed,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    run_ranks,
+    start_plugsft,
+)
 from first_step import pairs
 from launching import config
 from plugin_packages import activate, install
@@ -20,12 +28,6 @@ PACKED = ("plugins.bfd_packing.capacity=160", "train.micro_batch=1")
 @pytest.fixture
 def recipe(tiny):
     return tiny(rows=pairs(23), train=TRAIN, plugins={"dpo": {"beta": 0.5}})
-
-
-def ran(*words, **options):
-    result = run_plugsft(*words, **options)
-    assert result.returncode == 0, result.stderr
-    return result
 
 
 def curve(run):
@@ -44,8 +46,8 @@ def said(done):
 )
 def test_the_same_is_learned_as_with_a_reference_in_each_step(recipe, tmp_path, words):
     evaluated = ("eval.every=2", "eval.split=train[:5]")
-    ran(recipe, f"output={tmp_path / 'fly'}", *words, *evaluated)
-    done = ran(recipe, f"output={tmp_path / 'kept'}", *words, *evaluated, REFERENCE)
+    must_succeed(recipe, f"output={tmp_path / 'fly'}", *words, *evaluated)
+    done = must_succeed(recipe, f"output={tmp_path / 'kept'}", *words, *evaluated, REFERENCE)
     assert "computed before step 1" in done.stdout
     assert "23 of 23 pairs computed in" in said(done) and "; 5 pairs known" in said(done)
     assert curve(tmp_path / "kept") == pytest.approx(curve(tmp_path / "fly"), rel=1e-5, abs=1e-6)
@@ -53,16 +55,16 @@ def test_the_same_is_learned_as_with_a_reference_in_each_step(recipe, tmp_path, 
 
 def test_a_second_run_finds_it_whatever_its_batches_packing_and_ranks(recipe, tmp_path, home):
     cached = ("plugins.arrow_cache={}", REFERENCE)
-    first = ran(recipe, f"output={tmp_path / 'one'}", *cached)
+    first = must_succeed(recipe, f"output={tmp_path / 'one'}", *cached)
     assert "23 of 23 pairs" in said(first) and str(home) in said(first)
     for name, words in {"same": (), "large": ("train.batch_size=4",), "packed": PACKED}.items():
-        done = ran(recipe, f"output={tmp_path / name}", *cached, *words)
+        done = must_succeed(recipe, f"output={tmp_path / name}", *cached, *words)
         assert "23 pairs known, 4 of them recomputed as a check (" in said(done), name
     assert curve(tmp_path / "same") == curve(tmp_path / "one")
     two = run_ranks(2, recipe, f"output={tmp_path / 'two'}", *cached)
     assert two.returncode == 0 and "23 pairs known" in said(two)
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5, abs=1e-6)
-    listed = ran("cache", "ls").stdout
+    listed = must_succeed("cache", "ls").stdout
     assert "reference of " in listed and "sizes match" in listed
 
 
@@ -73,16 +75,16 @@ def test_cached_references_are_found_by_the_tokens_of_a_row(tiny, tmp_path, home
         train=TRAIN,
         plugins={"dpo": {}, "dpo_reference": {}, "arrow_cache": {}},
     )
-    ran(recipe, f"output={tmp_path / 'base'}", "data.split=train[:20]")
+    must_succeed(recipe, f"output={tmp_path / 'base'}", "data.split=train[:20]")
     base = tmp_path / "base"
     tables = recipe.read_text().replace("[model.scratch]", "[unused]")
     tables = tables[: tables.index("[unused]")] + tables[tables.index("[data]") :]
     recipe.write_text(tables.replace("[data]", f'[model]\npath = "{base / "model"}"\n\n[data]'))
-    done = ran(recipe, f"output={tmp_path / 'some'}", "data.split=train[3:15]")
+    done = must_succeed(recipe, f"output={tmp_path / 'some'}", "data.split=train[3:15]")
     assert "12 of 12 pairs computed" in said(done)  # the model is another now
-    done = ran(recipe, f"output={tmp_path / 'part'}", "data.split=train[5:11]")
+    done = must_succeed(recipe, f"output={tmp_path / 'part'}", "data.split=train[5:11]")
     assert "plugin dpo_reference: 6 pairs known" in said(done)
-    done = ran(recipe, f"output={tmp_path / 'more'}", "data.split=train[:23]")
+    done = must_succeed(recipe, f"output={tmp_path / 'more'}", "data.split=train[:23]")
     assert "11 of 23 pairs computed" in said(done)
 
 
@@ -108,7 +110,7 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(recipe, tmp_path, monkeypat
     words = (recipe, REFERENCE, "plugins.dpo_reference.capacity=2")  # a pair at a time
     killed = run_plugsft(*words, "plugins.killer={}")
     assert killed.returncode == -9
-    assert "7 of 23 pairs computed" in said(ran(*words))
+    assert "7 of 23 pairs computed" in said(must_succeed(*words))
 
 
 def test_two_runs_at_once_compute_it_once(recipe, tmp_path, home):
@@ -120,12 +122,12 @@ def test_two_runs_at_once_compute_it_once(recipe, tmp_path, home):
 
 
 def test_numbers_of_other_weights_are_noticed(recipe, tmp_path):
-    ran(recipe, REFERENCE)
+    must_succeed(recipe, REFERENCE)
     kept = folder_of(tmp_path / "run")
     facts = json.loads((kept / "facts.json").read_text())
     assert facts["rows"] == 23 and facts["seconds_per_pair"] > 0
     # A copy of the model whose weights are others has another key.
-    other = ran(recipe, REFERENCE, "train.seed=5", f"output={tmp_path / 'other'}")
+    other = must_succeed(recipe, REFERENCE, "train.seed=5", f"output={tmp_path / 'other'}")
     assert "23 of 23 pairs computed" in said(other)
     for path in kept.glob("data-*"):
         block = read_block(path)
@@ -146,10 +148,10 @@ def folder_of(run):
 
 
 def test_a_given_reference_is_loaded_for_the_pass_alone(tiny, recipe, tmp_path):
-    ran(recipe, f"output={tmp_path / 'base'}")
+    must_succeed(recipe, f"output={tmp_path / 'base'}")
     given = (f"plugins.dpo.reference={tmp_path / 'base/model'}",)
-    ran(recipe, f"output={tmp_path / 'fly'}", *given)
-    done = ran(recipe, f"output={tmp_path / 'kept'}", *given, REFERENCE)
+    must_succeed(recipe, f"output={tmp_path / 'fly'}", *given)
+    done = must_succeed(recipe, f"output={tmp_path / 'kept'}", *given, REFERENCE)
     assert "23 of 23 pairs computed" in said(done)
     assert curve(tmp_path / "kept") == pytest.approx(curve(tmp_path / "fly"), rel=1e-5, abs=1e-6)
     assert read_metrics(tmp_path / "kept")[0]["loss"] != pytest.approx(0.6931, abs=1e-3)
@@ -157,8 +159,8 @@ def test_a_given_reference_is_loaded_for_the_pass_alone(tiny, recipe, tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one(recipe, tmp_path):
     words = (recipe, REFERENCE, "checkpoint.every=1", "checkpoint.keep=9")
-    ran(*words)
-    resumed = ran(
+    must_succeed(*words)
+    resumed = must_succeed(
         *words,
         f"output={tmp_path / 'again'}",
         "--resume-from",
@@ -176,7 +178,7 @@ def test_it_needs_the_objective_that_asks_for_it(tiny):
 @only_full
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_compute_the_same(recipe, tmp_path, kind):
-    ran(recipe, f"output={tmp_path / 'alone'}", REFERENCE, *PACKED)
+    must_succeed(recipe, f"output={tmp_path / 'alone'}", REFERENCE, *PACKED)
     words = ("-m", "plugsft", recipe, f"output={tmp_path / kind}", REFERENCE, *PACKED)
     code, out, err = run_launch(*config(kind), *words)
     assert code == 0, err

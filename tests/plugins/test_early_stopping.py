@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import chats, read_record, run_plugsft, run_ranks, tiny_tables
+from conftest import chats, must_succeed, read_record, run_plugsft, run_ranks, tiny_tables
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 
@@ -90,14 +90,12 @@ def test_it_stops_at_the_same_step_resumed_on_fewer_ranks_and_keeps_the_best(
     shutil.rmtree(run / "checkpoints/step-000005")
     refused = run_plugsft(recipe, "--resume", "plugins.early_stopping.patience=4")
     assert refused.returncode == 2 and "plugins.early_stopping.patience" in refused.stderr
-    done = run_plugsft(recipe, "--resume")
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe, "--resume")
     assert "going on after step 4" in done.stdout
     assert read_record(run)["reason"] == reason and read_record(run)["best"]["step"] == 2
 
     # The checkpoint of the stop trains no further step.
-    done = run_plugsft(recipe, "--resume")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "--resume")
     assert read_record(run)["reason"] == reason and steps_in(run / "checkpoints") == [2, 4, 5]
 
 
@@ -160,8 +158,7 @@ def test_a_metric_of_steps_stops_too_and_an_unknown_one_is_named(tiny, tmp_path,
     activate(install(tmp_path / "site", told=TOLD), monkeypatch)
     plugins = {"told": {"values": []}, "early_stopping": {"metric": "told", "patience": 2}}
     recipe = tiny(train={"steps": 9, "batch_size": 8}, plugins=plugins)
-    done = run_plugsft(recipe, "train.batch_size=24")
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe, "train.batch_size=24")
     assert "stopped after step 3: told did not improve in 2 steps" in done.stdout
     done = run_plugsft(recipe, "--overwrite", 'plugins.early_stopping.metric="tol"')
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TEXT, chats, run_plugsft, tiny_tables
+from conftest import TEXT, chats, must_succeed, read_record, tiny_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors, trainers
@@ -541,10 +541,9 @@ def test_a_run_names_the_engine_that_encoded(tiny, tmp_path):
     rows = chats(24)
     rows[7]["messages"][0]["content"] += " \U000323b0, which is younger than most programs"
     recipe = tiny(rows, plugins={"fast_tokenizer": {}}, eval={"split": "train[:4]"})
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe)
     assert re.search(r"tokens by gigatoken and transformers, \d+% trained on", result.stdout)
-    [record] = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
+    [record] = read_record(tmp_path / "run")["plugins"]
     assert record["summary"] == (
         "gigatoken encoded 23 of 24 texts, the model's own tokenizer 1 "
         "(texts that it normalizes, or with characters that engines encode differently)"

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
@@ -11,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import run_plugsft
+from conftest import must_succeed, read_record, run_plugsft
 from families import SMALL
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -620,9 +619,8 @@ def test_a_run_learns_the_same(options, packed):
 
 def test_a_run_names_its_kernel_and_stops_without_one(tiny, tmp_path):
     recipe = tiny(train={"micro_batch": 1}, plugins={"flash_attention": {}, "bfd_packing": {}})
-    result = run_plugsft(recipe, "train.steps=1")
-    assert result.returncode == 0, result.stderr
-    plugins = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
+    must_succeed(recipe, "train.steps=1")
+    plugins = read_record(tmp_path / "run")["plugins"]
     summary = next(plugin["summary"] for plugin in plugins if plugin["name"] == "flash_attention")
     assert summary.startswith("SDPA, document by document; not fa3, fa4, fa2, torch: no NVIDIA GPU")
     for command in ([], ["check"]):

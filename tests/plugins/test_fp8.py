@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import (
     chats,
+    must_succeed,
     only_full,
     read_metrics,
     run_launch,
@@ -207,14 +208,12 @@ ALL = (
 
 def test_a_run_learns_as_without_it_resumes_and_saves_plain_weights(recipe, tmp_path):
     run, again, exact = tmp_path / "run", tmp_path / "again", tmp_path / "exact"
-    result = run_plugsft(recipe, f"output={run}", "checkpoint.every=1", "checkpoint.keep=9")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, f"output={run}", "checkpoint.every=1", "checkpoint.keep=9")
     assert "14 of 15 linear layers multiply in float8 (rowwise, emulated)" in result.stdout
     assert result.stderr == ""
     tables = tomllib.loads(recipe.read_text())
     del tables["plugins"]
-    result = run_plugsft(write_recipe(tmp_path / "exact.toml", tables), f"output={exact}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(write_recipe(tmp_path / "exact.toml", tables), f"output={exact}")
     assert curve(run) == pytest.approx(curve(exact), rel=0.01)
     assert curve(run) != pytest.approx(curve(exact), rel=1e-6)
     saved, plain = (load_file(folder / "model/model.safetensors") for folder in (run, exact))
@@ -226,8 +225,7 @@ def test_a_run_learns_as_without_it_resumes_and_saves_plain_weights(recipe, tmp_
         "Linear"
     }
     words = ("--resume-from", run / "checkpoints/step-000003")
-    result = run_plugsft(recipe, f"output={again}", *words)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={again}", *words)
     assert [line["loss"] for line in read_metrics(again)] == [
         line["loss"] for line in read_metrics(run)[3:]
     ]
@@ -239,8 +237,7 @@ def test_a_run_learns_as_without_it_resumes_and_saves_plain_weights(recipe, tmp_
 
 
 def test_packed_recomputed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path):
-    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     words = (recipe, f"output={tmp_path / 'all'}", *ALL, "train.micro_batch=1")
     result = run_ranks(2, *words)
     assert result.returncode == 0, result.stderr
@@ -251,8 +248,7 @@ def test_packed_recomputed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path
 @pytest.mark.slow
 @only_full
 def test_sharded_ranks_learn_the_same(recipe, tmp_path):
-    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     words = (f"output={tmp_path / 'fsdp2'}", *ALL, "train.micro_batch=1")
     code, _, err = run_launch(*config("fsdp2"), "-m", "plugsft", recipe, *words)
     assert code == 0, err

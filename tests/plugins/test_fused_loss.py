@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
+from conftest import ROOT, chats, must_succeed, only_full, read_metrics, run_launch, run_ranks
 from families import SMALL, TIED
 from launching import config
 from peft import LoraConfig, get_peft_model
@@ -499,7 +499,7 @@ def curve(run):
 
 def test_ranks_learn_what_one_plain_process_learns(tiny, tmp_path):
     recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
-    assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     run = tmp_path / "two"
     result = run_ranks(2, recipe, f"output={run}", "plugins.fused_loss.chunk=9")
     assert result.returncode == 0, result.stderr
@@ -528,7 +528,7 @@ LOOKS = """
 def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monkeypatch):
     activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
     recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
-    assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     run = tmp_path / name
     words = (
         "-m",

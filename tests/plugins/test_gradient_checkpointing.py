@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
+from conftest import chats, must_succeed, only_full, read_metrics, run_ranks
 from launching import TRAIN, curve, learns_what_one_does_without
 from peft import LoraConfig, get_peft_model
 from small_models import SIX_LAYERS, apply
@@ -96,10 +96,7 @@ def test_the_summary_counts_layers():
 
 def test_two_ranks_learn_what_one_does_without(tiny, tmp_path):
     recipe = tiny(rows=chats(21), train=TRAIN, plugins={"gradient_checkpointing": {}})
-    alone = run_plugsft(
-        recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing"
-    )
-    assert alone.returncode == 0, alone.stderr
+    must_succeed(recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing")
     ranks = run_ranks(2, recipe, f"output={tmp_path / 'ranks'}")
     assert ranks.returncode == 0, ranks.stderr
     assert "plugin gradient_checkpointing: 2 of 2 layers" in ranks.stdout

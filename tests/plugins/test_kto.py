@@ -12,6 +12,7 @@ import torch
 from conftest import (
     ROOT,
     TEXT,
+    must_succeed,
     only_full,
     read_metrics,
     run_launch,
@@ -223,8 +224,7 @@ def plain(tmp_path_factory):
         if kind not in done:
             folder = tmp_path_factory.mktemp(kind)
             recipe = write(folder, kind)
-            result = run_plugsft(recipe)
-            assert result.returncode == 0, result.stderr
+            must_succeed(recipe)
             lines = read_metrics(folder / "run")
             assert sum(line["kl"] > 0.01 for line in lines) >= 3
             assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)
@@ -256,8 +256,7 @@ LAYOUTS = {
 )
 def test_every_layout_learns_the_same(tmp_path, plain, kind, layout):
     recipe, expected = plain(kind)
-    result = run_plugsft(recipe, f"output={tmp_path / 'run'}", *LAYOUTS[layout])
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={tmp_path / 'run'}", *LAYOUTS[layout])
     assert_close(learned(tmp_path / "run"), expected)
 
 
@@ -434,8 +433,7 @@ def test_labels_far_from_balanced_give_a_warning_and_the_cure(tiny, share, optio
         for n, row in enumerate(rows_of(10))
     ]
     data = {"columns": {"label": "good"}}
-    result = run_plugsft("prepare", tiny(rows=rows, data=data, plugins={"kto": options}))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("prepare", tiny(rows=rows, data=data, plugins={"kto": options}))
     warnings = [line for line in result.stdout.splitlines() if "warning: plugins.kto" in line]
     if says is None:
         assert warnings == []
@@ -452,15 +450,13 @@ def test_each_source_of_answers_counts_with_its_weight(tiny, tmp_path):
     tables["data"] = {"sources": sources, "max_length": 256}
     tables["eval"] = {"source": str(paths[0]), "split": "train[:4]"}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
-    result = run_plugsft("prepare", recipe)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("prepare", recipe)
     assert "8 desirable and 8 undesirable answers: desirable ones weigh 1.5 times" in result.stdout
     tokenizer, tokens = (
         re.search(f"^{name}: (/.*)$", result.stdout, re.M)[1] for name in ("tokenizer", "tokens")
     )
     words = [f'data.tokens="{tokens}"', f'model.tokenizer="{tokenizer}"', "train.steps=1"]
-    result = run_plugsft(recipe, *words, f"output={tmp_path / 'again'}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, *words, f"output={tmp_path / 'again'}")
 
 
 # The recipe, and what is refused.
@@ -576,7 +572,6 @@ def test_the_recipe_trains(tmp_path):
     tables["train"] |= {"batch_size": 8}
     tables["plugins"]["arrow_cache"] = {"folder": str(tmp_path / "cache")}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe)
     assert "kto loss, beta 0.1; reference: a frozen copy; " in result.stdout
     assert len(read_metrics(tmp_path / "run")) == 2

@@ -1,12 +1,11 @@
 """length_group: the same steps with less padding."""
 
-import json
 import random
 import re
 
 import numpy as np
 import pytest
-from conftest import TEXT, read_metrics, run_plugsft
+from conftest import TEXT, must_succeed, read_metrics, read_record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,15 +97,14 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
 def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):
     recipe = tiny(train={"micro_batch": 2, "epochs": 2})
     for name, plugin in (("with", ["plugins.length_group={}"]), ("without", [])):
-        result = run_plugsft(recipe, f"output={tmp_path / name}", *plugin)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"output={tmp_path / name}", *plugin)
     steps = [read_metrics(tmp_path / name) for name in ("with", "without")]
     assert len(steps[0]) == 6
     for ours, plain in zip(*steps, strict=True):
         assert ours["tokens"] == plain["tokens"]
         for metric in ("loss", "grad_norm"):
             assert ours[metric] == pytest.approx(plain[metric], rel=1e-5)
-    [record] = json.loads((tmp_path / "with/run.json").read_text())["plugins"]
+    [record] = read_record(tmp_path / "with")["plugins"]
     saved, before, after = map(int, re.findall(r"(\d+)%", record["summary"]))
     assert record["summary"].startswith(f"{saved}% of the padding saved")
     assert saved > 30 and after < before / 1.4
@@ -126,16 +124,14 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
     ]
     train = {"batch_size": batch, "micro_batch": 3, "log_every": 100}
     recipe = tiny(rows, train=train, plugins={"dpo": {}, "length_group": {}})
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
-    run = json.loads((tmp_path / "run/run.json").read_text())
+    must_succeed(recipe)
+    run = read_record(tmp_path / "run")
     [summary] = [plugin["summary"] for plugin in run["plugins"] if plugin["name"] == "length_group"]
     _, before, after = map(int, re.findall(r"(\d+)%", summary))
     # What was measured of the tensors themselves.
     assert after == pytest.approx(100 * run["batches"]["padding"], abs=0.51)
-    plain = run_plugsft(recipe, "--without", "length_group", f"output={tmp_path}/plain")
-    assert plain.returncode == 0, plain.stderr
-    padding = json.loads((tmp_path / "plain/run.json").read_text())["batches"]["padding"]
+    must_succeed(recipe, "--without", "length_group", f"output={tmp_path}/plain")
+    padding = read_record(tmp_path / "plain")["batches"]["padding"]
     assert before == pytest.approx(100 * padding, abs=0.51) and after < before
 
 

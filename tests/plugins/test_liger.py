@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, chats, must_succeed, only_full, run_plugsft, tiny_tables, write_recipe
 from families import SMALL
 from launching import config, curve, finish, launch
 from small_models import apply
@@ -224,7 +224,7 @@ def test_loss_and_gradients_are_those_of_the_model_without_it():
 def test_ranks_that_share_the_weights_learn_what_one_plain_process_learns(tiny, tmp_path, name):
     train = {"batch_size": 2, "micro_batch": 1, "steps": 2, "max_grad_norm": 0.5}
     recipe = tiny(rows=chats(4), train=train)
-    assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     script = tmp_path / "run.py"
     script.write_text(
         "import triton_interpreter, sys\nfrom plugsft.cli import main\nmain(sys.argv[1:])\n"

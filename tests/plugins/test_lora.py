@@ -10,8 +10,10 @@ import pytest
 import torch
 from conftest import (
     chats,
+    must_succeed,
     only_full,
     read_metrics,
+    read_record,
     run_launch,
     run_plugsft,
     run_ranks,
@@ -276,19 +278,16 @@ def trained_model(run):
 
 def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(recipe, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    result = run_plugsft(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
     assert "plugin lora: 14 modules with adapters of rank 4" in result.stdout
-    record = json.loads((whole / "run.json").read_text())
+    record = read_record(whole)
     assert record["model"]["trained_parameters"] == 5888
     found, bare = trained_model(whole)
     assert float((found - bare).abs().max()) > 0.1
-    answer = run_plugsft("chat", whole, "--ask", "hello", "--max-tokens", "3")
-    assert answer.returncode == 0, answer.stderr
+    answer = must_succeed("chat", whole, "--ask", "hello", "--max-tokens", "3")
     assert answer.stderr == ""
     from_third = whole / "checkpoints/step-000003"
-    result = run_plugsft(recipe, f"output={again}", "--resume-from", from_third)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={again}", "--resume-from", from_third)
     rest = read_metrics(whole)[3:]
     assert [line["loss"] for line in read_metrics(again)] == [line["loss"] for line in rest]
     file = "model/adapter_model.safetensors"
@@ -306,11 +305,11 @@ def test_adapters_go_on_upon_the_weights_that_they_began_with_only(recipe, tmp_p
     run, base = tmp_path / "run", tmp_path / "base/model"
     if not made:
         words = (f"output={base.parent}", "train.steps=1", "--without=lora")
-        assert run_plugsft(recipe, *words).returncode == 0
+        must_succeed(recipe, *words)
         tables = tomllib.loads(recipe.read_text()) | {"model": {"path": str(base)}}
         write_recipe(recipe, tables)
     words = ("checkpoint.every=2", "checkpoint.keep=9")
-    assert run_plugsft(recipe, *words).returncode == 0
+    must_succeed(recipe, *words)
     trained = (run / "model/adapter_model.safetensors").read_bytes()
     for later in (run / "model", run / "checkpoints/step-000004", run / "checkpoints/step-000006"):
         shutil.rmtree(later)
@@ -332,8 +331,7 @@ def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
     lines = []
     for dropout in (0.0, 0.5):
         run = tmp_path / str(dropout)
-        result = run_plugsft(recipe, f"output={run}", f"plugins.lora.dropout={dropout}")
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"output={run}", f"plugins.lora.dropout={dropout}")
         lines.append([line["loss"] for line in read_metrics(run)])
     # The first loss is that of the model alone.
     assert lines[0][0] == lines[1][0] and lines[0][1:] != lines[1][1:]
@@ -341,8 +339,7 @@ def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
 
 def test_packed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path):
     zero = "plugins.lora.dropout=0.0"
-    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}", zero)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={tmp_path / 'plain'}", zero)
     packed = ("plugins.bfd_packing.capacity=96", "train.micro_batch=1")
     result = run_ranks(2, recipe, f"output={tmp_path / 'packed'}", zero, *packed)
     assert result.returncode == 0, result.stderr
@@ -351,11 +348,9 @@ def test_packed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path):
 
 
 def test_layers_that_are_computed_again_learn_the_same(recipe, tmp_path):
-    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={tmp_path / 'plain'}")
     words = (f"output={tmp_path / 'again'}", "plugins.gradient_checkpointing={}")
-    result = run_plugsft(recipe, *words)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, *words)
     # With dropout, too.
     assert curve(tmp_path / "again") == pytest.approx(curve(tmp_path / "plain"), rel=1e-6)
 
@@ -379,8 +374,7 @@ def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, ki
     tables["train"] |= {"steps": 20, "micro_batch": 1}
     recipe = write_recipe(recipe, tables)
     alone, run = tmp_path / "alone", tmp_path / kind
-    result = run_plugsft(recipe, f"output={alone}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={alone}")
     words = (f"output={run}", *(f"plugins.{one}" for one in beside))
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, *words)
     assert code == 0, err

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import (
     chats,
+    must_succeed,
     only_full,
     read_metrics,
     run_launch,
@@ -192,13 +193,11 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     tables = tiny_tables(folder, chats(21)) | {"output": str(folder / "base")}
     tables["train"] |= TRAIN | {"steps": 1}
-    assert run_plugsft(write_recipe(folder / "base.toml", tables)).returncode == 0
+    must_succeed(write_recipe(folder / "base.toml", tables))
     tables |= {"output": str(folder / "sft"), "model": {"path": str(folder / "base/model")}}
     tables |= {"plugins": {"lora": {"r": 4, "alpha": 8}}, "train": tables["train"] | TRAIN}
-    result = run_plugsft(write_recipe(folder / "sft.toml", tables))
-    assert result.returncode == 0, result.stderr
-    result = run_plugsft("export", folder / "sft", "--merge", "--to", folder / "merged")
-    assert result.returncode == 0, result.stderr
+    must_succeed(write_recipe(folder / "sft.toml", tables))
+    must_succeed("export", folder / "sft", "--merge", "--to", folder / "merged")
     return folder
 
 
@@ -210,25 +209,19 @@ def recipe_of(trained, folder, rows=None, **plugins):
     return write_recipe(folder / "recipe.toml", tables)
 
 
-def ran(*words):
-    result = run_plugsft(*words)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     recipe = recipe_of(trained, tmp_path)
     whole, again = tmp_path / "whole", tmp_path / "again"
-    said = ran(recipe, f"output={whole}", "checkpoint.every=2")
+    said = must_succeed(recipe, f"output={whole}", "checkpoint.every=2")
     assert "modules with adapters of rank 4" in said and "warning: plugins.lora" not in said
     merged = json.dumps(str(trained / "merged"))
     alone = write_recipe(
         tmp_path / "alone.toml", tomllib.loads(recipe.read_text()) | {"plugins": {}}
     )
-    ran(alone, f"output={tmp_path / 'merged'}", f"model.path={merged}", "train.steps=1")
+    must_succeed(alone, f"output={tmp_path / 'merged'}", f"model.path={merged}", "train.steps=1")
     first = read_metrics(whole)[0]["loss"]
     assert first == pytest.approx(read_metrics(tmp_path / "merged")[0]["loss"], rel=1e-6)
-    ran(recipe, f"output={again}", "--resume-from", whole / "checkpoints/step-000002")
+    must_succeed(recipe, f"output={again}", "--resume-from", whole / "checkpoints/step-000002")
     file = "model/adapter_model.safetensors"
     assert (again / file).read_bytes() == (whole / file).read_bytes()
     assert json.loads((again / "model/adapter_config.json").read_text())["lora_alpha"] == 8
@@ -236,7 +229,9 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     assert result.returncode == 0, result.stderr
     assert curve(tmp_path / "two") == pytest.approx(curve(whole), rel=1e-5)
     # Of another base, the run says so.
-    said = ran(recipe, f"output={tmp_path / 'other'}", f"model.path={merged}", "train.steps=1")
+    said = must_succeed(
+        recipe, f"output={tmp_path / 'other'}", f"model.path={merged}", "train.steps=1"
+    )
     assert f"was trained on {trained / 'base/model'} (revision main), and model.path" in said
 
 
@@ -244,7 +239,7 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_go_on_alike(trained, tmp_path, kind):
     recipe = recipe_of(trained, tmp_path, pairs(16), dpo={"beta": 0.5})
-    ran(recipe, f"output={tmp_path / 'alone'}")
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={tmp_path / kind}")
     assert code == 0, err
     assert curve(tmp_path / kind) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
@@ -253,9 +248,9 @@ def test_sharded_ranks_go_on_alike(trained, tmp_path, kind):
 def test_the_reference_of_dpo_is_the_model_before_training(trained, tmp_path):
     recipe = recipe_of(trained, tmp_path, pairs(16), dpo={"beta": 0.5})
     merged = json.dumps(str(trained / "merged"))
-    said = ran(recipe, f"output={tmp_path / 'own'}", "checkpoint.every=2")
+    said = must_succeed(recipe, f"output={tmp_path / 'own'}", "checkpoint.every=2")
     assert "reference: the model with the adapters before training" in said
-    ran(recipe, f"output={tmp_path / 'loaded'}", f"plugins.dpo.reference={merged}")
+    must_succeed(recipe, f"output={tmp_path / 'loaded'}", f"plugins.dpo.reference={merged}")
     own = curve(tmp_path / "own")
     assert own == pytest.approx(curve(tmp_path / "loaded"), rel=1e-4)
     # Precomputed, they are not taken for those of the base.
@@ -263,12 +258,14 @@ def test_the_reference_of_dpo_is_the_model_before_training(trained, tmp_path):
     tables = tomllib.loads(recipe.read_text())
     tables["plugins"]["lora"] = {"r": 4}
     bare = write_recipe(tmp_path / "bare.toml", tables)
-    ran(bare, f"output={tmp_path / 'bare'}", stored, "plugins.arrow_cache={}", "train.steps=1")
-    said = ran(recipe, f"output={tmp_path / 'stored'}", stored, "plugins.arrow_cache={}")
+    must_succeed(
+        bare, f"output={tmp_path / 'bare'}", stored, "plugins.arrow_cache={}", "train.steps=1"
+    )
+    said = must_succeed(recipe, f"output={tmp_path / 'stored'}", stored, "plugins.arrow_cache={}")
     assert "16 of 16 pairs computed" in said
     assert curve(tmp_path / "stored") == pytest.approx(own, rel=1e-4)
     checkpoint = tmp_path / "own/checkpoints/step-000002"
-    ran(recipe, f"output={tmp_path / 'again'}", "--resume-from", checkpoint)
+    must_succeed(recipe, f"output={tmp_path / 'again'}", "--resume-from", checkpoint)
     file = "model/adapter_model.safetensors"
     assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "own" / file).read_bytes()
     result = run_ranks(2, recipe, f"output={tmp_path / 'two'}")
@@ -291,7 +288,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained, tmp_path):
     # Adapters that have changed since the checkpoint are not taken for those of the run.
     adapters = of_peft(trained / "base/model", adapters, use_dora=False)
     run = tmp_path / "first"
-    ran(recipe, named, f"output={run}", "checkpoint.every=2", "train.steps=4")
+    must_succeed(recipe, named, f"output={run}", "checkpoint.every=2", "train.steps=4")
     edit(adapters, lora_alpha=7)
     result = run_plugsft(
         recipe, named, "--resume-from", run / "checkpoints/step-000002", "train.steps=4"

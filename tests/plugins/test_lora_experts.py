@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 import torch
-from conftest import only_full, run_launch, run_plugsft
+from conftest import must_succeed, only_full, run_launch
 from families import tiny_config
 from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
@@ -194,8 +194,7 @@ def test_ranks_learn_what_one_process_learns(tmp_path, tokenizer, family, kind):
     model = save_model(tmp_path / "model", family)
     recipe = recipe_of(tmp_path, model, tokenizer, plugins={"lora": OPTIONS})
     alone, run = tmp_path / "alone", tmp_path / kind
-    done = run_plugsft(recipe, f"output={alone}")
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe, f"output={alone}")
     assert "expert weights, rank 3 per expert" in done.stdout
     others = ("plugins.fused_loss={}", "plugins.gradient_checkpointing={}")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}", *others)
@@ -215,16 +214,11 @@ def test_a_run_resumes_bit_for_bit_and_merges(tmp_path, tokenizer):
         plugins={"lora": OPTIONS},
     )
     whole, again = tmp_path / "whole", tmp_path / "again"
-    done = run_plugsft(recipe, f"output={whole}")
-    assert done.returncode == 0, done.stderr
-    done = run_plugsft(
-        recipe, f"output={again}", "--resume-from", whole / "checkpoints/step-000003"
-    )
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, f"output={whole}")
+    must_succeed(recipe, f"output={again}", "--resume-from", whole / "checkpoints/step-000003")
     file = "model/adapter_model.safetensors"
     assert (again / file).read_bytes() == (whole / file).read_bytes()
-    done = run_plugsft("export", whole, "--merge")
-    assert done.returncode == 0, done.stderr
+    must_succeed("export", whole, "--merge")
     merged = AutoModelForCausalLM.from_pretrained(whole / "merged")
     torch.testing.assert_close(merged(IDS).logits, logits(whole), rtol=0, atol=1e-5)
     before = AutoModelForCausalLM.from_pretrained(model)

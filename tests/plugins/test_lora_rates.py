@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from conftest import chats, must_succeed, only_full, read_metrics, run_launch, run_plugsft
 from families import tiny_config
 from launching import TRAIN, config, curve
 from peft import LoraConfig
@@ -90,16 +90,13 @@ def recipe(tiny):
 
 def test_the_first_rate_is_logged_and_a_run_resumes_bit_for_bit(recipe, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    result = run_plugsft(recipe, f"output={whole}", "checkpoint.every=3")
-    assert result.returncode == 0, result.stderr
-    plain = run_plugsft(recipe, f"output={tmp_path / 'plain'}", "plugins.lora.lr_ratio=1.0")
-    assert plain.returncode == 0, plain.stderr
+    must_succeed(recipe, f"output={whole}", "checkpoint.every=3")
+    must_succeed(recipe, f"output={tmp_path / 'plain'}", "plugins.lora.lr_ratio=1.0")
     lines, others = read_metrics(whole), read_metrics(tmp_path / "plain")
     assert lines[0]["learning_rate"] == others[0]["learning_rate"] == 1e-3
     assert lines[0]["loss"] == others[0]["loss"] and lines[2]["loss"] < others[2]["loss"]
     checkpoint = whole / "checkpoints/step-000003"
-    result = run_plugsft(recipe, f"output={again}", "--resume-from", checkpoint)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={again}", "--resume-from", checkpoint)
     file = "model/adapter_model.safetensors"
     assert (again / file).read_bytes() == (whole / file).read_bytes()
     other = run_plugsft(
@@ -115,8 +112,7 @@ def test_the_first_rate_is_logged_and_a_run_resumes_bit_for_bit(recipe, tmp_path
 )
 def test_sharded_ranks_learn_the_same(recipe, tmp_path, kind):
     alone, run = tmp_path / "alone", tmp_path / kind
-    result = run_plugsft(recipe, f"output={alone}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={alone}")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}")
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(alone), rel=1e-5)

@@ -3,10 +3,8 @@
 With --full, the plugins' own tests launch each alone.
 """
 
-import json
-
 import pytest
-from conftest import only_full, run_launch, run_plugsft
+from conftest import must_succeed, only_full, read_record, run_launch
 from first_step import pairs
 from launching import config, curve
 from safetensors.torch import load_file
@@ -34,8 +32,7 @@ def test_many_plugins_on_sharded_ranks_learn_what_one_process_does(tiny, tmp_pat
         plugins=LEARNING,
     )
     alone, run = tmp_path / "alone", tmp_path / kind
-    result = run_plugsft(recipe, f"output={alone}")
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, f"output={alone}")
     words = [f"output={run}", *(f"plugins.{one}" for one in LAYOUT)]
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, *words)
     assert code == 0, err
@@ -46,5 +43,5 @@ def test_many_plugins_on_sharded_ranks_learn_what_one_process_does(tiny, tmp_pat
     assert_close(averages, expected, rtol=0, atol=1e-4)
     answers = (run / "samples.jsonl").read_text()
     assert answers == (alone / "samples.jsonl").read_text() and answers.count("\n") == 4
-    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    plugins = read_record(run)["plugins"]
     assert len(plugins) == 9

@@ -7,11 +7,11 @@ from typing import get_args
 import pytest
 import torch
 from conftest import (
+    must_succeed,
     only_full,
     read_metrics,
     read_record,
     run_launch,
-    run_plugsft,
     tiny_tables,
     write_jsonl,
 )
@@ -171,8 +171,7 @@ def test_sharded_ranks_learn_what_one_process_learns(tiny, tmp_path, loss, launc
     train = {"batch_size": 8, "micro_batch": 1, "steps": 6, "learning_rate": 1e-3}
     plugins = {**PACKED, "dpo": {"loss": loss, "share_prompt": True}}
     recipe = tiny(rows=pairs(21), train=train, plugins=plugins)
-    alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
     run = tmp_path / launcher
     code, _, err = run_launch(*config(launcher), "-m", "plugsft", recipe, f"output={run}")
     assert code == 0, err
@@ -215,8 +214,7 @@ def test_pairs_are_learned_without_a_reference(tiny, tmp_path, loss):
     """The first loss is not known, and is not checked."""
     train = {"batch_size": 8, "micro_batch": 4, "steps": 6, "learning_rate": 1e-2}
     recipe = tiny(rows=pairs(16), train=train, plugins={"dpo": {"loss": loss}})
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe)
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     [plugin] = read_record(tmp_path / "run")["plugins"]

@@ -6,7 +6,16 @@ import re
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_launch,
+    run_plugsft,
+    run_ranks,
+)
 from launching import config
 from peft import LoraConfig, get_peft_model
 from plugin_packages import activate, install
@@ -98,7 +107,7 @@ def test_time_is_reported_where_it_was_spent(tiny, tmp_path, sleeper):
     assert re.search(
         r"plugin profiler: [\d.]+ s a step: wait \d+%, .*MFU \d+% of [\d.]+ TFLOP", said
     )
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    record = read_record(tmp_path / "run")
     assert record["profile"]["shares"] == profile["shares"]
     page = (tmp_path / "run/report.html").read_text()
     share = f"{profile['shares']['backward']:.0%}"
@@ -110,8 +119,7 @@ def test_nothing_else_is_learned(tiny, tmp_path):
     for name, plugins in (("plain", {}), ("profiled", {"profiler": {}})):
         held_out = {"every": 4, "split": "train[:8]"}
         recipe = tiny(train=TRAIN | {"micro_batch": 3}, eval=held_out, plugins=plugins)
-        result = run_plugsft(recipe, f"output={tmp_path / name}")
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, f"output={tmp_path / name}")
         curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
     assert curves[0] == curves[1] and len(curves[0]) == 10
 
@@ -210,10 +218,10 @@ def test_a_head_that_takes_the_memory(tiny, tmp_path):
     profile, _ = profiled(recipe, run_plugsft, "--overwrite")
     [said] = [finding for finding in profile["findings"] if "loss head" in finding]
     share = int(re.fullmatch(r"loss head (\d\d)% of memory: add \[plugins.fused_loss\]", said)[1])
-    with_head = json.loads((tmp_path / "run/run.json").read_text())["memory"]["peak_gib"]
+    with_head = read_record(tmp_path / "run")["memory"]["peak_gib"]
     recipe.write_text(recipe.read_text() + "\n[plugins.fused_loss]\n")
     assert not any("head" in one for one in findings(recipe, "--overwrite"))
-    without = json.loads((tmp_path / "run/run.json").read_text())["memory"]["peak_gib"]
+    without = read_record(tmp_path / "run")["memory"]["peak_gib"]
     assert share / 100 == pytest.approx(1 - without / with_head, rel=0.3)
 
 
@@ -288,7 +296,7 @@ def test_every_rank_of_every_kind(tiny, tmp_path, name):
     steps = [line["step_seconds"] for line in read_metrics(tmp_path / "run")][2:]
     shares = profile["shares"]
     inside = 1 - sum(shares[part] for part in ("logging", "evaluation", "checkpoint"))
-    whole = json.loads((tmp_path / "run/run.json").read_text())["plugins"][0]["summary"]
+    whole = read_record(tmp_path / "run")["plugins"][0]["summary"]
     seconds = float(re.match(r"([\d.e-]+) s a step", whole)[1])
     assert inside * seconds == pytest.approx(sum(steps) / len(steps), rel=0.1)
 

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_plugsft,
+    tiny_tables,
+    write_recipe,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from restored_base import NF4, restored
 from saved_runs import read
@@ -163,8 +172,7 @@ def run(tmp_path_factory, request):
         "lora": {"r": 4},
         "samples": {"prompts": ["hello"], "max_tokens": 4},
     }
-    result = run_plugsft(write_recipe(folder / "recipe.toml", tables))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(write_recipe(folder / "recipe.toml", tables))
     said = f"14 of 15 linear layers in {request.param.upper()}: the base takes"
     assert said in result.stdout
     return folder / "run"
@@ -187,8 +195,7 @@ def trained(run, dtype=torch.float32):
 
 def test_the_merged_model_is_the_trained_one(run, tmp_path):
     """The weights that adapters were trained on, not those that were quantized."""
-    result = run_plugsft("export", run, "--merge", "--to", tmp_path / "merged")
-    assert result.returncode == 0, result.stderr
+    result = must_succeed("export", run, "--merge", "--to", tmp_path / "merged")
     assert "onto the base as it was trained: restored from its quantized weights" in result.stdout
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert not hasattr(merged.config, "quantization_config")
@@ -206,8 +213,7 @@ def test_the_merged_model_is_the_trained_one(run, tmp_path):
 
 
 def test_chat_uses_the_base_that_was_trained(run):
-    answer = run_plugsft("chat", run, "--ask", "hello", "--max-tokens", "3")
-    assert answer.returncode == 0, answer.stderr
+    must_succeed("chat", run, "--ask", "hello", "--max-tokens", "3")
     model, _ = load_for_chat(run / "model")
     expected = trained(run, torch.bfloat16)
     adapters = {one.dtype for name, one in model.named_parameters() if "lora_" in name}
@@ -219,7 +225,7 @@ def test_chat_uses_the_base_that_was_trained(run):
 def test_checkpoints_hold_adapters_only(run):
     names = read(run / "checkpoints/step-000004")
     assert len(names) == 28 and all("lora_" in name for name in names)
-    record = json.loads((run / "run.json").read_text())
+    record = read_record(run)
     adapters = sum(weight.numel() for weight in names.values())
     assert record["model"]["trained_parameters"] == adapters
     [scratch] = (run / "scratch").glob("model-*")
@@ -232,7 +238,7 @@ def test_checkpoints_hold_adapters_only(run):
 
 def test_a_checkpoint_knows_how_its_base_was_quantized(run, tmp_path):
     step = run / "checkpoints/step-000004"
-    assert run_plugsft("export", step, "--to", tmp_path / "copy").returncode == 0
+    must_succeed("export", step, "--to", tmp_path / "copy")
     for name in ("quantization_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "copy" / name).read_bytes() == (run / "model" / name).read_bytes()
     (tmp_path / "copy/manifest.json").unlink()
@@ -452,8 +458,7 @@ def test_the_reference_of_preferences_is_the_quantized_base(tmp_path, monkeypatc
     }
     losses = {}
     for name, (words, said) in says.items():
-        result = run_plugsft(recipe, f"output={tmp_path / name}", *words)
-        assert result.returncode == 0, result.stderr
+        result = must_succeed(recipe, f"output={tmp_path / name}", *words)
         assert said in result.stdout, name
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name) if "loss" in line]
     for name in ("stored", "again", "each"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    must_succeed,
     only_full,
     read_metrics,
     run_launch,
@@ -189,8 +190,7 @@ def test_transformers_loads_and_scores_the_model(tiny, tmp_path):
     recipe = tiny(
         rows=rows, train=train, checkpoint={"every": 6}, eval=EVAL, plugins={"reward": {}}
     )
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe)
     run = tmp_path / "run"
     lines = read_metrics(run)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
@@ -203,8 +203,7 @@ def test_transformers_loads_and_scores_the_model(tiny, tmp_path):
         [run, "--to", tmp_path / "copy"],
         [run / "checkpoints/step-000012", "--to", tmp_path / "last"],
     ):
-        result = run_plugsft("export", *words)
-        assert result.returncode == 0, result.stderr
+        must_succeed("export", *words)
         assert torch.equal(scores(words[-1], rows[:5]), found)
     answer = run_plugsft("chat", run, "--ask", "hello")
     assert answer.returncode == 2 and "is a reward model: it scores answers" in answer.stderr
@@ -229,8 +228,7 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, launcher, plugins):
         eval=EVAL,
         plugins={"reward": {}, **plugins},
     )
-    alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
     run = tmp_path / launcher
     code, _, err = run_launch(*config(launcher), "-m", "plugsft", recipe, f"output={run}")
     assert code == 0, err
@@ -243,12 +241,10 @@ def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path, base):
     train = TRAIN | {"learning_rate": 1e-2}
     run = tmp_path / "run"
     recipe = tiny(rows=rows, train=train, eval=EVAL, plugins={"reward": {}, **LORA, **base})
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe)
     assert "score trained whole" in result.stdout
     assert json.loads((run / "model/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-    result = run_plugsft("export", run, "--merge", "--to", tmp_path / "merged")
-    assert result.returncode == 0, result.stderr
+    must_succeed("export", run, "--merge", "--to", tmp_path / "merged")
     assert_evaluated(run, rows[:5], scores(tmp_path / "merged", rows[:5]))
     answer = run_plugsft("chat", run, "--ask", "hello")
     assert answer.returncode == 2 and "is a reward model: it scores answers" in answer.stderr
@@ -378,8 +374,7 @@ def test_without_a_pad_token_answers_are_scored_one_by_one(tmp_path, tiny):
     tables = save_model(tmp_path / "base", language_model(run), tokenizer)
     recipe = tiny(rows=ROWS, train=TRAIN, eval=EVAL, plugins={"reward": {}})
     recipe = write_recipe(recipe, tomllib.loads(recipe.read_text()) | tables)
-    result = run_plugsft(recipe)
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe)
     assert "no pad token, so transformers scores one answer at a time" in result.stdout
     folder = tmp_path / "run/model"
     with pytest.raises(ValueError, match="pad"):
@@ -424,8 +419,7 @@ def test_a_family_with_dropout_and_other_names_learns(tmp_path, tiny):
     recipe = write_recipe(recipe, tomllib.loads(recipe.read_text()) | tables)
     plain = tmp_path / "plain"
     for words in (["train.micro_batch=1"], ["--without", "bfd_packing", f"output={plain}"]):
-        result = run_plugsft(recipe, *words)
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, *words)
     assert_evaluated(plain, rows[:5], scores(tmp_path / "run/model", rows[:5]))
     # Dropout would differ.
     assert measured(plain) == pytest.approx(measured(tmp_path / "run"), rel=1e-4, abs=1e-5)

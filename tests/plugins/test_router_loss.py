@@ -6,7 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from conftest import chats, must_succeed, only_full, read_metrics, run_launch
 from families import tiny_config
 from launching import config, curve
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
@@ -160,8 +160,7 @@ def test_every_layout_learns_the_same(tmp_path, tokenizer, family, kind):
     tables = {"train": {"learning_rate": 1e-2}, "eval": {"every": 3, "split": "train[:8]"}}
     recipe = recipe_of(tmp_path, model, tokenizer, plugins=plugins, **tables)
     alone, run = tmp_path / "alone", tmp_path / kind
-    done = run_plugsft(recipe, f"output={alone}")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, f"output={alone}")
     losses = [line["router_loss"] for line in read_metrics(alone)]
     assert losses[-1] - 2 < 0.75 * (losses[0] - 2), "the routers learn to balance"
     others = ["plugins.fused_loss={}", "plugins.gradient_checkpointing={}"]
@@ -183,11 +182,9 @@ def test_the_loss_has_it_and_evaluations_do_not(tmp_path, tokenizer):
         eval={"every": 1, "split": "train[:5]"},
         plugins={"lora": {"r": 2}, "router_loss": {"weight": 0.5}},
     )
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe)
     assert "2 routers; the loss of even use is 2" in done.stdout
-    plain = run_plugsft(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
-    assert plain.returncode == 0, plain.stderr
+    must_succeed(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
     metrics = [read_lines(folder) for folder in (tmp_path / "run", tmp_path / "plain")]
     for line, other in zip(*metrics, strict=True):
         if "eval_loss" in line:
@@ -221,15 +218,13 @@ def test_pairs_are_balanced_as_often_as_they_are_trained(tmp_path, tokenizer):
     for micro_batch in (8, 1):
         recipe = recipe_of(tmp_path, model, tokenizer, rows=rows, **tables)
         run = tmp_path / f"run-{micro_batch}"
-        done = run_plugsft(recipe, f"output={run}", f"train.micro_batch={micro_batch}")
-        assert done.returncode == 0, done.stderr
+        must_succeed(recipe, f"output={run}", f"train.micro_batch={micro_batch}")
         found.append(numbers(run))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     loss, grad_norm, router_loss, _ = found[0]
     assert 1.5 < router_loss < 4, "a mean over pairs"
     assert loss == pytest.approx(np.log(2) + router_loss, rel=1e-6)
-    plain = run_plugsft(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
-    assert plain.returncode == 0, plain.stderr
+    must_succeed(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
     assert curve(tmp_path / "plain")[1] != pytest.approx(grad_norm, rel=1e-2), "its gradient counts"
 
 
@@ -247,7 +242,6 @@ def test_a_row_of_weight_three_counts_as_three_rows(tmp_path, tokenizer):
             train={"batch_size": len(given), "steps": 1},
             plugins={"router_loss": {"weight": 1.0}},
         )
-        done = run_plugsft(recipe, f"output={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
+        must_succeed(recipe, f"output={tmp_path / name}")
         found.append(numbers(tmp_path / name))
     assert found[0] == pytest.approx(found[1], rel=1e-5)

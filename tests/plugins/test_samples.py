@@ -5,7 +5,15 @@ import shutil
 
 import pytest
 import torch
-from conftest import only_full, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
+from conftest import (
+    must_succeed,
+    only_full,
+    read_metrics,
+    read_record,
+    run_launch,
+    tiny_tables,
+    write_recipe,
+)
 from launching import config
 from safetensors.torch import load_file
 
@@ -57,8 +65,7 @@ def losses_of(run):
 
 def chat(model):
     """Return the answers of `plugsft chat`."""
-    done = run_plugsft("chat", model, "--max-tokens", 64, *WORDS)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed("chat", model, "--max-tokens", 64, *WORDS)
     return done.stdout
 
 
@@ -72,8 +79,7 @@ def assert_answers(run, step, model):
 def ran(tmp_path_factory):
     """Train with samples; return the run's folder."""
     folder = tmp_path_factory.mktemp("samples")
-    result = run_plugsft(write_recipe(folder / "recipe.toml", tables_of(folder)))
-    assert result.returncode == 0, result.stderr
+    must_succeed(write_recipe(folder / "recipe.toml", tables_of(folder)))
     return folder / "run"
 
 
@@ -82,12 +88,11 @@ def test_samples_are_what_chat_answers_with_the_checkpoint(ran, tmp_path):
         (step, question) for step in (20, 40, STEPS) for question in ANSWERS
     ]
     exported = tmp_path / "exported"
-    done = run_plugsft("export", ran / "checkpoints/step-000020", "--to", exported)
-    assert done.returncode == 0, done.stderr
+    must_succeed("export", ran / "checkpoints/step-000020", "--to", exported)
     assert_answers(ran, 20, exported)
     assert_answers(ran, STEPS, ran / "model")
     assert answers_at(ran, STEPS) == [*ANSWERS.values()] != answers_at(ran, 20)
-    [record] = json.loads((ran / "run.json").read_text())["plugins"]
+    [record] = read_record(ran)["plugins"]
     assert record["summary"] == f"4 prompts answered, the last time after step {STEPS}"
     page = (ran / "report.html").read_text()
     assert "<h3>And what is green, if I may ask?</h3>" in page
@@ -97,16 +102,14 @@ def test_samples_are_what_chat_answers_with_the_checkpoint(ran, tmp_path):
 def test_training_is_the_same_bit_for_bit_and_a_resume_repeats_the_samples(ran, tmp_path):
     recipe = ran.parent / "recipe.toml"
     plain = tmp_path / "plain"
-    done = run_plugsft(recipe, "--without", "samples", f"output={plain}")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "--without", "samples", f"output={plain}")
     assert losses_of(plain) == losses_of(ran) and not (plain / "samples.jsonl").exists()
     models = [load_file(run / "model/model.safetensors") for run in (ran, plain)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     run = shutil.copytree(ran, tmp_path / "run")
     for name in ("checkpoints/step-000060", "checkpoints/step-000040", "model"):
         shutil.rmtree(run / name)
-    done = run_plugsft(recipe, "--resume", f"output={run}")
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(recipe, "--resume", f"output={run}")
     assert "going on after step 20" in done.stdout
     assert lines_of(run) == lines_of(ran)
 
@@ -141,16 +144,14 @@ def test_other_plugins_do_not_change_the_samples_nor_samples_their_training(tmp_
     if name == "adapters":
         kinds["random"] = ["plugins.samples.every=1", "plugins.samples.temperature=1.0"]
     for kind, words in kinds.items():
-        done = run_plugsft(recipe, f"output={tmp_path / kind}", *words)
-        assert done.returncode == 0, done.stderr
+        must_succeed(recipe, f"output={tmp_path / kind}", *words)
         assert losses_of(tmp_path / kind) == losses_of(tmp_path / "greedy")
     greedy = tmp_path / "greedy"
     model = greedy / "model"
     if name == "adapters":
         assert answers_at(tmp_path / "random", 12) != answers_at(greedy, 12)
         model = tmp_path / "merged"
-        done = run_plugsft("export", greedy, "--merge", "--to", model)
-        assert done.returncode == 0, done.stderr
+        must_succeed("export", greedy, "--merge", "--to", model)
     assert any(answers_at(greedy, 12))
     assert_answers(greedy, 12, model)
 
@@ -162,18 +163,15 @@ def test_samples_of_bfloat16_come_with_evaluations_and_repeat_after_a_resume(tmp
     tables["eval"] = {"split": "train[:2]", "every": 2}
     tables["plugins"]["samples"] = {"prompts": ["Who?"], "temperature": 1.0, "every": 3}
     recipe, run = write_recipe(tmp_path / "recipe.toml", tables), tmp_path / "run"
-    done = run_plugsft(recipe, "checkpoint.every=3")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "checkpoint.every=3")
     assert [line["step"] for line in lines_of(run)] == [2, 3, 4, 6], "once in each step"
     first = lines_of(run)
     for name in ("checkpoints/step-000006", "model"):
         shutil.rmtree(run / name)
-    done = run_plugsft(recipe, "--resume", "checkpoint.every=3")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "--resume", "checkpoint.every=3")
     assert lines_of(run) == first
     # A new run in its place removes the samples, with the plugin or without it.
-    done = run_plugsft(recipe, "--overwrite", "--without", "samples", "train.steps=1")
-    assert done.returncode == 0, done.stderr
+    must_succeed(recipe, "--overwrite", "--without", "samples", "train.steps=1")
     assert not (run / "samples.jsonl").exists()
 
 

@@ -9,7 +9,17 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import OFFLINE, ROOT, only_full, run_plugsft, run_ranks, tiny_tables, write_recipe
+from conftest import (
+    OFFLINE,
+    ROOT,
+    must_succeed,
+    only_full,
+    read_record,
+    run_plugsft,
+    run_ranks,
+    tiny_tables,
+    write_recipe,
+)
 from plugin_packages import activate, install
 
 from plugsft import RecipeError, testing
@@ -56,12 +66,10 @@ def ran(tmp_path_factory):
         checkpoint={"every": 2},
         eval={"split": "train[:8]", "every": 2},
     )
-    result = run_plugsft(recipe, env=places(folder))
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, env=places(folder))
     for name in ("checkpoints/step-000004", "model"):
         shutil.rmtree(folder / "run" / name)
-    result = run_plugsft(recipe, "--resume", env=places(folder))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, "--resume", env=places(folder))
     assert "going on after step 2" in result.stdout
     return folder
 
@@ -71,7 +79,7 @@ def told_to(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     evals = {line["step"]: line for line in lines if "eval_loss" in line}
-    return steps, evals, json.loads((run / "run.json").read_text())
+    return steps, evals, read_record(run)
 
 
 def read_with(script, folder, *words):
@@ -219,8 +227,7 @@ def test_mlflow_holds_all_and_goes_on(ran):
 def test_samples_come_as_texts(tmp_path):
     samples = {"prompts": ["Who | <b>?", "How?"], "every": 2}
     recipe = recipe_of(tmp_path, plugins={"samples": samples}, checkpoint={"every": 2})
-    result = run_plugsft(recipe, env=places(tmp_path))
-    assert result.returncode == 0, result.stderr
+    must_succeed(recipe, env=places(tmp_path))
     for name in ("checkpoints/step-000004", "model"):
         shutil.rmtree(tmp_path / "run" / name)
     result = run_plugsft(recipe, "--resume", env=places(tmp_path))
@@ -268,8 +275,7 @@ def test_the_summary_counts_what_was_sent(ran):
 def test_a_new_run_in_its_place_is_a_new_one_there(tmp_path):
     recipe = recipe_of(tmp_path, {"to": ["mlflow", "tensorboard"]}, train={"steps": 2})
     for more in [], ["--overwrite", "train.learning_rate=0.1"]:
-        result = run_plugsft(recipe, *more, env=places(tmp_path))
-        assert result.returncode == 0, result.stderr
+        must_succeed(recipe, *more, env=places(tmp_path))
     assert in_mlflow(tmp_path)[2] == ["FINISHED", "FINISHED"]
     values = in_tensorboard(tmp_path)[0]
     assert [step for step, _ in values["loss"]] == [1, 2]
@@ -308,8 +314,7 @@ def test_one_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, again):
     activate(install(tmp_path / "site", breaks=BREAKS), monkeypatch)
     more = {"breaks": {"folder": str(tmp_path / "mlruns"), "again": again}}
     recipe = recipe_of(tmp_path, {"to": ["tensorboard", "mlflow"]}, plugins=more)
-    result = run_plugsft(recipe, env=places(tmp_path))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(recipe, env=places(tmp_path))
     assert result.stdout.count("warning: mlflow failed, and the run continues without it") == 1
     steps, _, record = told_to(tmp_path / "run")
     assert len(steps) == 4
@@ -341,7 +346,7 @@ def test_a_run_that_fails_is_no_success_there(tmp_path, monkeypatch):
 
 def test_one_that_cannot_begin_stops_the_run_and_replaces_nothing(tmp_path):
     recipe = recipe_of(tmp_path, {"to": ["tensorboard"]}, train={"steps": 1})
-    assert run_plugsft(recipe, env=places(tmp_path)).returncode == 0
+    must_succeed(recipe, env=places(tmp_path))
     (tmp_path / "file").write_text("")
     other = f"plugins.tracker.folder={tmp_path / 'file'}"
     result = run_plugsft(recipe, other, "--overwrite", env=places(tmp_path))
