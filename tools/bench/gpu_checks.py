@@ -149,7 +149,8 @@ def attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | No
     """Call SDPA document by document."""
     module: Any = None
     options = {**document_bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
-    return attend_documents(module, query, key, value, None, **options)[0]
+    output: Tensor = attend_documents(module, query, key, value, None, **options)[0]
+    return output
 
 
 def package_attention(name: str) -> Callable[..., Tensor]:

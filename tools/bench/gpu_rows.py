@@ -90,7 +90,8 @@ class Packer:
     @hookimpl
     def collate(self, tokens: Tokens, examples: Any) -> dict[str, Any]:
         """Pack the examples."""
-        return pack(tokens, examples)
+        batch: dict[str, Any] = pack(tokens, examples)
+        return batch
 
 
 def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
