@@ -33,7 +33,6 @@ from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.sample import sample_rows
-from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
 from plugsft.start.before_run import check_first_row
@@ -288,16 +287,6 @@ def test_rows_without_values_are_named_or_have_defaults(tmp_path, base):
 
 
 DROP = {"on_bad_row": "drop", "too_long": "drop"}
-
-
-def test_lists_of_integers_are_read_as_arrays(tmp_path):
-    """As lists of Python, 100,000 rows would take a minute in place of a second."""
-    rows = [{"input_ids": [1, 2], "labels": None, "x": [1]}, {"input_ids": [], "labels": [3]}]
-    source = open_source(Source(source=str(save(rows * 800, tmp_path / "rows"))))
-    read = source.part(1, 1599).read_arrays(("input_ids", "labels"))
-    assert len(read) == 1598 and {type(row["input_ids"]) for row in read} == {np.ndarray}
-    assert read[-1]["input_ids"].tolist() == [1, 2] and read[-1]["x"] == [1]
-    assert "labels" not in read[-1] and list(read[-2]["labels"]) == [3]
 
 
 def test_a_replaced_folder_is_read_again_in_the_same_process(tmp_path, base):

@@ -137,7 +137,8 @@ def without_none(value: Any) -> Any:
     """Return a value without fields that Arrow filled in with None."""
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
+    # All values of a list of Arrow are of one type; one of ids may have thousands.
+    if isinstance(value, list) and isinstance(next(filter(None, value), None), dict | list):
         return [without_none(inner) for inner in value]
     return value
 

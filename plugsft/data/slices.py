@@ -41,7 +41,7 @@ from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
 from .sources import OpenSource, ensure_columns, slices_of
-from .token_rows import LISTS, hold_tokens, read_tokens
+from .token_rows import hold_tokens, read_tokens
 
 CUT = "no trained token, or two equal answers, within data.max_length; left out"
 """Warning of rows, or of turns, that are cut before what they teach."""
@@ -182,12 +182,7 @@ class ShardWriter:
     def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
         """Return the numbers of the rows that can be read, and the rows."""
         numbers, rows = list[int](), list[Row]()
-        read_arrays = getattr(part.rows, "read_arrays", None)
-        if read_arrays and hold_tokens(part.lead_row):
-            found = read_arrays([self.data.columns.get(name, name) for name in LISTS])
-        else:
-            found = part.rows.read(0, len(part.rows))
-        for number, row in enumerate(found):
+        for number, row in enumerate(part.rows.read(0, len(part.rows))):
             if row is None:
                 reason = why_unreadable(part.rows, number)
                 shard.bad.setdefault(reason, []).append(part.start + number)

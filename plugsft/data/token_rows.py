@@ -1,4 +1,4 @@
-"""Rows that hold their tokens already: read as arrays, checked and masked, never tokenized.
+"""Rows that hold their tokens already: checked, never tokenized.
 
 `input_ids` has a row's tokens. `labels` has the same tokens where they are trained and -100
 elsewhere, unshifted; `loss_mask`, `completion_mask` and `assistant_masks` have 1 where a token is
@@ -6,7 +6,6 @@ trained. `attention_mask` is 0 on padding. A row is one example: rows that anoth
 are refused, since the plugins that pack need each document's own length.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,27 @@ from ..base.types import Encoded, Ints, Rendered, Row
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
-from ..tokens.shards import count_true, places_of
 from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, format_of, read_weight
 from .render import judge_columns, lead_row, renamed, without
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-LISTS = (IDS, LABELS, *MASKS, PADDING, PLACES)
-READ = {*LISTS, WEIGHT, "seq_lengths", "length", "token_type_ids", "num_truncated_tokens"}
+TRAINED = (LABELS, *MASKS)
+"""Columns that say which tokens are trained."""
+DOCUMENTS = "seq_lengths"
+READ = {
+    *(IDS, *TRAINED, PADDING, PLACES, WEIGHT, DOCUMENTS),
+    *("length", "token_type_ids", "num_truncated_tokens"),
+}
 """Columns that are read, or say nothing new."""
 UNTRAINED = -100
 Mask = NDArray[np.bool_]
-Lists = dict[str, NDArray[Any]]
-"""Column -> the values of a row, or of all rows."""
 
 
 def hold_tokens(row: Row) -> bool:
     """Tell whether rows with the columns of this one hold their tokens already."""
-    masked = not row.keys().isdisjoint((LABELS, *MASKS))
+    masked = not row.keys().isdisjoint(TRAINED)
     return IDS in row and (masked or format_of(row) is None)
 
 
@@ -43,120 +44,95 @@ def read_tokens(
     rows: list[Row], tokenizer: Tokenizer, data: Data
 ) -> tuple[Rendered, Encoded, Mask]:
     """Return rows of tokens as rendered and encoded, and which tokens are trained."""
+    result = Rendered(read=READ)
     if data.ignore:
         rows = [without(row, data.ignore) for row in rows]
-    result = Rendered(read=READ)
     judge_columns(rows, result, data)
-    if data.columns:
-        rows = [renamed(row, data.columns) for row in rows]
-    present = {name for row in rows for name in row if row[name] is not None}
+    rows = [renamed(row, data.columns) for row in rows]
     first = lead_row(rows, data)
-    names = [name for name in LISTS if name == IDS or first.get(name) is not None]
-    late = present.intersection(LISTS).difference(names)
-    own = [name for name in names if name in (LABELS, *MASKS)]
+    own = [name for name in TRAINED if first.get(name) is not None]
     _ensure_trainable(own, data)
-    if "seq_lengths" in present:
-        raise DataError(_packed("'seq_lengths'"))
     result.mask = f"the rows' own tokens, trained by {' and '.join(own) or 'train_on = all'}"
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    vocabulary = max(len(tokenizer), *(number + 1 for number in added), 0)
+    ids, masks = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            for name in late:
-                if row.get(name) is not None:
-                    raise BadRow(f"'{name}', which the first rows of the source lack")
-            lists = {name: _list(row, name) for name in names}
-            _ensure_lengths(lists)
+            row_ids, row_mask = _tokens_of(row, own, vocabulary)
             weights[number] = read_weight(row)
         except BadRow as error:
             result.bad.setdefault(number, str(error))
         if number not in result.bad:
             result.rows.append(number)
-            for name, values in lists.items():
-                parts[name].append(values)
-    if WEIGHT in present:
+            ids.append(row_ids)
+            masks.append(row_mask)
+    if any(row.get(WEIGHT) is not None for row in rows):
         result.columns[WEIGHT] = weights
-    counts = np.array(list(map(len, parts[IDS])), np.int64)
-    start = [np.zeros(0, np.int8)]
-    flat: Lists = {name: np.concatenate(start + parts[name]) for name in names}
-    return _masked(flat, counts, result, tokenizer)
+    counts = np.array([len(row_ids) for row_ids in ids[1:]], np.int64)
+    encoded = Encoded(np.concatenate(ids).astype(np.int32), counts, np.zeros(0, np.int64))
+    return result, encoded, np.concatenate(masks)
 
 
-def _masked(
-    lists: Lists, counts: Ints, result: Rendered, tokenizer: Tokenizer
-) -> tuple[Rendered, Encoded, Mask]:
-    """Leave out wrong rows and padding; return the rest with its mask."""
-    ids, places = lists[IDS], places_of(counts)
-    shown = lists.get(PADDING, np.ones_like(ids)) > 0
-    if (shown & (lists.get(PLACES, places) != places)).any():
-        raise DataError(_packed(f"'{PLACES}' that do not count up from 0"))
-    if PADDING in lists and (lists[PADDING] > 1).any():
-        raise DataError(_packed(f"numbers of documents in '{PADDING}'"))
-    rows = np.array(result.rows, np.int64)
-    for why, wrong in _wrong_tokens(lists, shown, places, _vocabulary(tokenizer)):
-        if wrong.any():
-            for row in rows[count_true(wrong, counts) > 0].tolist():
-                result.bad.setdefault(row, why)
-    good = ~np.isin(rows, [*result.bad])
-    keep = shown & np.repeat(good, counts)
-    mask = places > 0  # nothing predicts a first token
-    if LABELS in lists:
-        mask &= lists[LABELS] != UNTRAINED
-    for name in lists.keys() & {*MASKS}:
-        mask &= lists[name] != 0
-    result.rows = rows[good].tolist()
-    counts = count_true(keep, counts)[good]
-    return result, Encoded(ids[keep].astype(np.int32), counts, np.zeros(0, np.int64)), mask[keep]
-
-
-def _wrong_tokens(
-    lists: Lists, shown: Mask, places: Ints, vocabulary: int
-) -> Iterator[tuple[str, Mask]]:
-    """Yield what may be wrong with a row, and the tokens where it is."""
+def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
+    """Return the tokens of a row without padding, and which of them are trained."""
+    for name in TRAINED:
+        if name not in own and row.get(name) is not None:
+            raise BadRow(f"'{name}', which the first rows of the source lack")
+    if row.get(DOCUMENTS) is not None:
+        raise DataError(_packed(f"'{DOCUMENTS}'"))
+    lists = {name: _integers(row, name) for name in (IDS, *own)}
+    for name in (PADDING, PLACES):
+        if row.get(name) is not None:
+            lists[name] = _integers(row, name)
     ids = lists[IDS]
-    yield (
-        f"a token id outside of the tokenizer's {vocabulary:,} entries: another tokenizer made "
-        "these rows; name it in model.tokenizer",
-        (ids < 0) | (ids >= vocabulary),
-    )
-    if LABELS in lists:
-        labels = lists[LABELS]
-        yield (
-            f"a label is neither {UNTRAINED} nor its own token: write labels unshifted",
-            (labels != ids) & (labels != UNTRAINED),
-        )
-    for name in MASKS:
-        if name in lists:
-            yield f"'{name}' holds values other than 0 and 1", (lists[name] | 1) != 1
-    hidden_before = np.append(False, ~shown[:-1])[: len(shown)]
-    yield f"'{PADDING}' is 0 before its last token", shown & hidden_before & (places > 0)
-
-
-def _vocabulary(tokenizer: Tokenizer) -> int:
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return max(len(tokenizer), *(number + 1 for number in added), 0)
-
-
-def _list(row: Row, name: str) -> NDArray[Any]:
-    """Return a list of integers as an array."""
-    value = row.get(name)
-    if value is None:
-        raise BadRow(f"no '{name}', which other rows have")
-    try:
-        values = np.asarray(value) if len(value) else np.array(value, np.int64)
-    except (ValueError, TypeError, OverflowError):
-        values = np.zeros((1, 1))
-    if values.ndim != 1 or values.dtype.kind not in "iub":
-        raise BadRow(f"'{name}' is not a list of integers")
-    return values if values.itemsize < 8 else values.astype(np.int64)  # not unsigned
-
-
-def _ensure_lengths(lists: Lists) -> None:
-    if not len(lists[IDS]):
+    if not len(ids):
         raise BadRow("no token")
     for name, values in lists.items():
-        if len(values) != len(lists[IDS]):
+        if len(values) != len(ids):
             raise BadRow(f"'{name}' is not as long as '{IDS}'")
+    if (ids < 0).any() or (ids >= vocabulary).any():
+        raise BadRow(
+            f"a token id outside of the tokenizer's {vocabulary:,} entries: another tokenizer made "
+            "these rows; name it in model.tokenizer"
+        )
+    places = np.arange(len(ids))
+    mask = places > 0  # nothing predicts a first token
+    for name in own:
+        values = lists[name]
+        if name == LABELS:
+            if ((values != ids) & (values != UNTRAINED)).any():
+                raise BadRow(
+                    f"a label is neither {UNTRAINED} nor its own token: write labels unshifted"
+                )
+            mask &= values != UNTRAINED
+        else:
+            if ((values != 0) & (values != 1)).any():
+                raise BadRow(f"'{name}' holds values other than 0 and 1")
+            mask &= values != 0
+    padding = lists.get(PADDING, np.ones_like(ids))
+    shown = padding > 0
+    if (padding > 1).any():
+        raise DataError(_packed(f"numbers of documents in '{PADDING}'"))
+    if (shown & (lists.get(PLACES, places) != places)).any():
+        raise DataError(_packed(f"'{PLACES}' that do not count up from 0"))
+    size = int(shown.sum())
+    if not shown[:size].all():
+        raise BadRow(f"'{PADDING}' is 0 before its last token")
+    return ids[:size], mask[:size]
+
+
+def _integers(row: Row, name: str) -> Ints:
+    """Return a list of integers as an array."""
+    if row.get(name) is None:
+        raise BadRow(f"no '{name}', which other rows have")
+    try:
+        values: NDArray[Any] = np.array(row[name])
+    except (ValueError, TypeError, OverflowError):
+        values = np.zeros(())
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
+        raise BadRow(f"'{name}' is not a list of integers")
+    return values.astype(np.int64)
 
 
 def _ensure_trainable(own: list[str], data: Data) -> None:

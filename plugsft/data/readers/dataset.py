@@ -1,8 +1,6 @@
 """Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
 
-from collections.abc import Collection
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +30,8 @@ class DatasetRows:
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; a field that Arrow filled in with None counts as missing."""
-        return [without_none(row) for row in self._table(start, stop).to_pylist()]
-
-    def read_arrays(self, names: Collection[str]) -> list[Row]:
-        """Return all rows; lists of integers in these columns are arrays, read far faster."""
-        table = self._table(0, len(self))
-        rows: list[Row] = [{} for _ in range(len(table))]
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            values = _arrays(column) if name in names else without_none(column.to_pylist())
-            for row, value in zip(rows, values, strict=True):
-                if value is not None:
-                    row[name] = value
-        return rows
-
-    def _table(self, start: int, stop: int) -> pa.Table:
-        return self._valid(self._data.with_format("arrow")[start:stop], True)
+        table = self._valid(self._data.with_format("arrow")[start:stop], True)
+        return [without_none(row) for row in table.to_pylist()]
 
     def _valid(self, table: Any, full: bool) -> Any:
         """Return a table once it is validated: a wrong offset would end the process."""
@@ -58,19 +43,6 @@ class DatasetRows:
                 f"{files}: its rows are damaged ({reason_of(error)}); write it again"
             ) from error
         return table
-
-
-def _arrays(column: pa.ChunkedArray) -> list[Any]:
-    """Return the lists of a column, as arrays where they hold integers."""
-    values: list[Any] = []
-    for chunk in column.chunks:
-        flat = chunk.flatten() if pa.types.is_list(chunk.type) else pa.nulls(1)
-        if flat.null_count or chunk.null_count or not pa.types.is_integer(flat.type):
-            values += chunk.to_pylist()
-        else:
-            numbers, ends = flat.to_numpy(), np.cumsum(chunk.value_lengths()).tolist()
-            values += [numbers[start:stop] for start, stop in pairwise([0, *ends])]
-    return values
 
 
 class DatasetSource(DatasetRows):
