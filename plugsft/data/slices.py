@@ -36,7 +36,7 @@ from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
 from ..tokens.schema import column_of
 from ..tokens.shards import Examples, count_true, offsets_of, places_of, shared_prefix, write_shard
-from ..tokens.tokenizer import Tokenizer, num_bytes, shorten
+from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
@@ -167,7 +167,11 @@ class ShardWriter:
         else:
             source = self.sources[part.source].source
             rendered = render(self.hooks, data, source, rows, self.tokenizer)
-            rendered, encoded = self._encode(rendered)
+            encoded = self.hooks.encode(
+                texts=rendered.texts,
+                tokenizer=self.tokenizer,
+                special_tokens=rendered.special_tokens,
+            )
             mask = trained_mask(encoded, rendered)
         shard.mask, shard.unread, shard.engines = rendered.mask, rendered.unread, encoded.engines
         for number, reason in rendered.bad.items():
@@ -204,20 +208,6 @@ class ShardWriter:
             return read_tokens(rows, self.tokenizer, data)
         except DataError as error:
             raise DataError(f"{self.where(part)}: {error}") from error
-
-    def _encode(self, rendered: Rendered) -> tuple[Rendered, Encoded]:
-        """Encode texts; of a text far longer than data.max_length only its beginning."""
-        short = shorten(rendered, self.tokenizer, self.data.max_length)
-        encoded = self._call_encode(short)
-        texts = zip(short.texts, rendered.texts, encoded.counts.tolist(), strict=True)
-        # A plugin may make fewer tokens than the model's own tokenizer.
-        if any(text is not whole and n <= self.data.max_length for text, whole, n in texts):
-            return rendered, self._call_encode(rendered)
-        return short, encoded
-
-    def _call_encode(self, rendered: Rendered) -> Encoded:
-        texts, special = rendered.texts, rendered.special_tokens
-        return self.hooks.encode(texts=texts, tokenizer=self.tokenizer, special_tokens=special)
 
 
 def render(

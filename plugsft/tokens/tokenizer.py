@@ -1,8 +1,7 @@
 """The tokenizer of the data path, and the core's answer to `encode`. Needs no torch."""
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -10,21 +9,14 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Encoding
 
-from ..base.types import Encoded, Ints, Rendered
+from ..base.types import Encoded, Ints
 from .shards import offsets_of
 
 OWN = "transformers"
 """The name of the model's own tokenizer among the engines."""
 TEXTS = 256
 """Texts to encode at a time: the library returns about a hundred bytes per token."""
-LONG = 64
-"""Characters per token of the limit; shorter texts are encoded whole."""
-FIRST_TRY = 16
-"""Characters per token of the limit in the first beginning that is tried."""
-GROWTH = 4
-"""Factor between the lengths of two tries."""
 
 
 Ids = NDArray[np.int32]
@@ -126,26 +118,6 @@ class Tokenizer:
             np.array(whole[:before], np.int32),
             np.array(whole[before + len(plain) :], np.int32),
         )
-
-    @cached_property
-    def _adjacent_characters(self) -> frozenset[str]:
-        """All pairs of adjacent characters in the vocabulary's tokens."""
-        vocab = self.backend_tokenizer.get_vocab(with_added_tokens=False)
-        return frozenset(token[n : n + 2] for token in vocab for n in range(len(token) - 1))
-
-    def cannot_merge(self, left: str, right: str) -> bool:
-        """Tell whether no token can cross the border between two tokens."""
-        model = self.backend_tokenizer.model
-        if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
-            return False
-        affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-        if any(getattr(model, name, None) for name in affixes):
-            return False
-        # Names of byte tokens and of the unknown token are not their text.
-        unknown = getattr(model, "unk_token", None)
-        if any(token == unknown or (token[:1] + token[-1:]) == "<>" for token in (left, right)):
-            return False
-        return left[-1:] + right[:1] not in self._adjacent_characters
 
     def own_engine(self, texts: list[str]) -> tuple[Ids, Ints]:
         """Encode with the model's own fast tokenizer."""
@@ -302,70 +274,3 @@ def _bytes_of_text(text: str) -> bytes:
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return bytes.fromhex(text[3:5])
     return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-
-
-def shorten(rendered: Rendered, tokenizer: Tokenizer, limit: int) -> Rendered:
-    """Cut very long texts where a beginning gives the same first `limit` tokens, and one more."""
-    long = [n for n, text in enumerate(rendered.texts) if len(text) > LONG * (limit + LONG)]
-    # A regular expression in the normalizer may delete from the beginning to the end of a text.
-    if not long or "Regex" in repr(tokenizer.backend_tokenizer.normalizer):
-        return rendered
-    texts, spans, counts = list(rendered.texts), list(rendered.spans), Counter(rendered.rows)
-    for number in long:
-        # Two answers of a pair are compared from their first trained tokens on.
-        starts = [start for start, _ in spans[number]] if counts[rendered.rows[number]] > 1 else []
-        size = _sufficient_size(texts[number], tokenizer, limit, max(starts, default=0))
-        texts[number] = texts[number][:size]
-        spans[number] = [(a, min(b, size)) for a, b in spans[number] if a < size]
-    return replace(rendered, texts=texts, spans=spans)
-
-
-def _sufficient_size(text: str, tokenizer: Tokenizer, limit: int, start: int) -> int:
-    """Return the length of a sufficient beginning, or of the whole text."""
-    size = FIRST_TRY * (limit + LONG)
-    while GROWTH * size < len(text):
-        if start < size and _is_stable(text[: 2 * size], size, tokenizer, limit):
-            return size
-        size *= GROWTH
-    return len(text)
-
-
-def _is_stable(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
-    """Tell whether text after the first `size` characters cannot change the first tokens.
-
-    There must be a border that no token crosses after the first `limit` + 1 tokens. Between the
-    border and the middle of the beginning there must be characters of two kinds, so that a run of
-    spaces, digits or letters ends there: some patterns split a run by its length. And a beginning
-    twice as long must have the same tokens.
-    """
-    backend = tokenizer.backend_tokenizer
-    encoded = backend.encode(text[:size], add_special_tokens=False)
-    middle = size // 2
-    border = _find_border(encoded, tokenizer, limit + 1, middle)
-    if border is None:
-        return False
-    end = encoded.offsets[border - 1][1]
-    if len({_kind(character) for character in text[end:middle]}) < 2:
-        return False
-    # Two lengths that differ by one: some patterns group digits from the right.
-    longer = (backend.encode(part, add_special_tokens=False) for part in (text, text[:-1]))
-    return all(encoded.ids[:border] == other.ids[:border] for other in longer)
-
-
-def _find_border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) -> int | None:
-    """Return the first token, from `first` on, that cannot be joined to the one before."""
-    words, tokens, offsets = encoded.word_ids, encoded.tokens, encoded.offsets
-    for place in range(first, len(tokens)):
-        if offsets[place][1] > middle:
-            break
-        if words[place] != words[place - 1] or tokenizer.cannot_merge(
-            *tokens[place - 1 : place + 1]
-        ):
-            return place
-    return None
-
-
-def _kind(character: str) -> int:
-    """Return the class of a character: space, number, letter or other."""
-    kinds = (str.isspace, str.isnumeric, str.isalpha)
-    return next((n for n, is_one in enumerate(kinds) if is_one(character)), len(kinds))
