@@ -3,5 +3,6 @@
 from .data.pairs import render_pairs
 from .tokens.store import Tokens
 from .tokens.tokenizer import Tokenizer
+from .tokens.views import cut, share_prompts
 
-__all__ = ["Tokenizer", "Tokens", "render_pairs"]
+__all__ = ["Tokenizer", "Tokens", "cut", "render_pairs", "share_prompts"]

@@ -23,6 +23,7 @@ from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.load import load
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
+from plugsft.tokens.views import cut, share_prompts
 
 VALUES = {
     "bool": st.booleans(),
@@ -105,8 +106,8 @@ MIXED = {
         (TEXT, CHAT),
         (TEXT, {"review": "good"}),
         ({"prompt": ASK, "completion": TELL}, {"prompt": "who?", "completion": "owls"}),
-        (READY, READY | {"attention_mask": [1, 1]}),
-        (READY | {"attention_mask": [1, 1]}, READY),
+        (READY, READY | {"loss_mask": [0, 1]}),
+        (READY | {"loss_mask": [0, 1]}, READY),
         (READY, TEXT),
     ],
     "dpo": [
@@ -173,7 +174,7 @@ def test_a_row_s_columns_stay_with_its_example(tells, tmp_path, monkeypatch, hom
     for again in ({}, named):
         ensure(prepare_rows(tmp_path, parts, plugins, on_bad_row="drop", **again), good)
     numbers = np.array([5, 9, 30])
-    ensure(tokens.cut(numbers, np.zeros(3, np.int64), np.full(3, 2)), [good[n] for n in numbers])
+    ensure(cut(tokens, numbers, np.zeros(3, np.int64), np.full(3, 2)), [good[n] for n in numbers])
     write_examples(tokens, numbers, tmp_path / "sample")
     ensure(Tokens(tmp_path / "sample"), [good[n] for n in numbers])
 
@@ -187,7 +188,7 @@ def test_a_pair_has_one_value(tells, tmp_path):
     assert tokens.facts["pairs"] == 8
     scores = [0, 1, 3, 4, 5, 6, 7, 8]
     assert tokens.columns["score"].tolist() == scores
-    assert tokens.share_prompts().columns["score"].tolist() == scores
+    assert share_prompts(tokens).columns["score"].tolist() == scores
     assert tokens.columns["score"].dtype == np.int64
 
 
@@ -386,7 +387,7 @@ def test_pairs_are_planned_with_the_shapes_of_their_sequences(tmp_path):
     answers = ("owls", "elks, 9 bees and 5 mice"), ("3 owls hoot at 6", "no"), ("a", "b")
     pairs = [{"prompt": "who? ", "chosen": one, "rejected": other} for one, other in answers]
     tokens = prepare_rows(tmp_path, [pairs], {"dpo": {}})
-    for shared in (tokens, tokens.share_prompts()):
+    for shared in (tokens, share_prompts(tokens)):
         columns, counts = shared.plan_columns(), []
         for number in range(3):
             lengths = shared.sequences(np.array([number]))[0]

@@ -46,7 +46,7 @@ EXPORTED = {
         cache_folder child_environment damage digest hookimpl
         not_installed plugin progress reason_of say state write_text
     """,
-    "plugsft.data_kit": "Tokenizer Tokens render_pairs",
+    "plugsft.data_kit": "Tokenizer Tokens cut render_pairs share_prompts",
     "plugsft.kit": """
         buffer decay_groups decoder_layers find_modules fused_head lay_out make_labels
         meta_copy meta_model model_inputs num_weights shard_of trained_rows whole_shape
@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_509, "data": 20_503, "lab": 12_298, "ranks": 9_677, "model": 8_073,
+    "commands": 13_509, "data": 20_503, "lab": 12_303, "ranks": 9_677, "model": 8_073,
     "start": 3_054, "export": 5_095, "checkpoint": 6_893, "audit": 8_076,
-    "output": 7_990, "tokens": 4_905, "base": 6_002, "modules beside the rooms": 4_858,
+    "output": 7_990, "tokens": 4_730, "base": 6_002, "modules beside the rooms": 4_863,
     "api": 3_618, "recipe": 4_571, "registry": 3_616, "batches": 1_739, "testing": 2_707,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 127_184, 45_656, 66_077
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 127_019, 45_662, 65_603
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -378,7 +378,7 @@ def test_several_processes_prepare_one_output(tmp_path):
 def test_tokens_on_disk_name_their_format_and_key(run):
     _, tokens, _ = run(chats(10))
     facts = json.loads((tokens.folder / "facts.json").read_text())
-    assert facts["key_parts"]["format"] == 6 and facts["key"] == tokens.folder.name
+    assert facts["key_parts"]["format"] == 7 and facts["key"] == tokens.folder.name
     assert np.array_equal(Tokens(tokens.folder).lengths, tokens.lengths)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from plugsft import DataError, Ints
-from plugsft.data_kit import Tokens
+from plugsft.data_kit import Tokens, cut
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,17 @@ def cut_overlong(tokens: Tokens, max_tokens: int, overlong: str) -> tuple[Tokens
         first_parts = np.repeat(np.cumsum(parts) - parts, parts)
         skips = (np.arange(len(numbers)) - first_parts) * max_tokens
     lengths = np.minimum(tokens.lengths[numbers] - skips, max_tokens)
-    cut = tokens.cut(numbers, skips, lengths)
-    trained = cut.targets > 0
+    cut_tokens = cut(tokens, numbers, skips, lengths)
+    trained = cut_tokens.targets > 0
     cuts = Cuts(len(long), len(numbers) - len(tokens), int(np.count_nonzero(~trained)))
     if not cuts.untrained:
-        return cut, cuts
+        return cut_tokens, cuts
     reason = f"no trained token in {kind} {max_tokens:,} tokens of an example"
     if not trained.any():
         raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-    result = tokens.cut(numbers[trained], skips[trained], lengths[trained], cut.targets[trained])
-    bad = {"count": cuts.untrained, "rows": np.unique(cut.rows[~trained])[:10].tolist()}
+    targets = cut_tokens.targets[trained]
+    result = cut(tokens, numbers[trained], skips[trained], lengths[trained], targets)
+    bad = {"count": cuts.untrained, "rows": np.unique(cut_tokens.rows[~trained])[:10].tolist()}
     result.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: bad}
     return result, cuts
 

@@ -90,12 +90,14 @@ class Dpo(AnswerLoss):
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
         """Share prompts."""
+        from plugsft.data_kit import share_prompts
+
         from .shared_prompts import ensure_same_losses
 
         tokens = yield from super().add_columns(model, ranks)
         if not self.share_prompt:
             return tokens
-        shared = tokens.share_prompts()
+        shared = share_prompts(tokens)
         self.sharing = self.sharing or ensure_same_losses(model, tokens, shared)
         return shared
 

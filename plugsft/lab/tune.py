@@ -22,6 +22,7 @@ from ..recipe.tables import Recipe
 from ..registry import active as registry
 from ..registry.active import Active
 from ..registry.load import resolve
+from ..tokens.views import share_prompts
 from .timing import FASTER, Ratio
 from .trials import Interrupted, Trial, TrialRunner, refuse_ranks, trials
 
@@ -98,7 +99,7 @@ class Tuning:
         """Probe the recipe's own size, then others; return the best."""
         tokens = runner.tokens
         if self._recipe.provides("shared_prompts"):
-            tokens = tokens.share_prompts()
+            tokens = share_prompts(tokens)
         lengths = tokens.lengths
         longest, size = int(lengths.max()), self._recipe.train.batch_size
         if self._packing and longest > self.own:

@@ -10,8 +10,8 @@ row        int64         row in the source
 Then come the columns of `render`, sorted by name: bool, int64 or float64.
 
 index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
-row and the columns of `render`. facts.json has the types of these, the checksums of the index and
-of each shard, and its own.
+row and the columns of `render`, with integers for booleans. facts.json has the types of these, the
+checksums of the index and of each shard, and its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..base.errors import DataError
 from ..base.types import Shard
 
-FORMAT = 6
+FORMAT = 7
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -35,7 +35,6 @@ SCHEMA = pa.schema(
         "row": pa.int64(),
     }
 )
-INDEX_COLUMNS = ("length", "first", "shared", "trained", "row")
 
 WEIGHT = "weight"
 """The column of `render` that multiplies an example's loss; 1 in shards without it."""
@@ -61,29 +60,6 @@ ARROW: dict[ColumnType, pa.DataType] = {
 def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
     """Return the columns of a shard."""
     return pa.schema([*SCHEMA, *((name, ARROW[types[name]]) for name in sorted(types))])
-
-
-def index_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
-    """Return the columns of the index; booleans are bytes there, which numpy can map."""
-    own = [(name, pa.int64()) for name in INDEX_COLUMNS]
-    kinds = {name: pa.uint8() if types[name] == "bool" else ARROW[types[name]] for name in types}
-    return pa.schema([*own, *((f"column {name}", kinds[name]) for name in sorted(types))])
-
-
-def features(types: Mapping[str, ColumnType]) -> dict[str, Any]:
-    """Return the features that `datasets` would write; importing it takes a second."""
-    return {
-        field.name: _feature(
-            types.get(field.name, str(getattr(field.type, "value_type", field.type))),
-            field.type.num_fields > 0,
-        )
-        for field in shard_schema(types)
-    }
-
-
-def _feature(dtype: str, is_list: bool) -> dict[str, Any]:
-    value = {"dtype": dtype, "_type": "Value"}
-    return {"feature": value, "_type": "List"} if is_list else value
 
 
 def type_of(value: Any) -> ColumnType | None:

@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 from ..base.atomic import replace_file, stamp
 from ..base.checksums import add_checksum, file_digest, parse_checksummed
 from ..base.types import Ints, Shard
-from .schema import (
-    FORMAT,
-    INDEX_COLUMNS,
-    ColumnType,
-    common_columns,
-    features,
-    index_schema,
-    shard_schema,
-)
+from .schema import FORMAT, ColumnType, common_columns, shard_schema
 
 
 @dataclass
@@ -121,16 +113,14 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         "_output_all_columns": False,
         "_split": None,
     }
-    info = {"features": features(types)}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
-    (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
-    shard_columns = [_index_columns(folder / shard.file, types) for shard in shards]
-    columns = [np.concatenate(parts) for parts in zip(*shard_columns, strict=True)]
-    pairs = int(np.count_nonzero(columns[1] < columns[0]))
-    index, schema = folder / "index.arrow", index_schema(types)
-    arrays = [_arrow(it).cast(kind) for it, kind in zip(columns, schema.types, strict=True)]
-    with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
-        file.write_batch(pa.record_batch(arrays, schema=schema))
+    (folder / "dataset_info.json").write_text("{}")
+    parts = [_index_columns(folder / shard.file, types) for shard in shards]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    pairs = int(np.count_nonzero(columns["first"] < columns["length"]))
+    index = folder / "index.arrow"
+    arrays = {name: _arrow(values) for name, values in columns.items()}
+    _write_batch(index, pa.RecordBatch.from_pydict(arrays))
     shard_facts = []
     for shard in shards:
         size, checksum = shard.stamp or stamp(folder / shard.file)
@@ -208,10 +198,16 @@ def places_of(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1], counts)
 
 
-def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> list[NDArray[Any]]:
-    """Read the columns of the index from a shard."""
-    batch, kinds = _read_batch(path), index_schema(types).types[2:]
-    lengths, names = batch["lengths"], [*INDEX_COLUMNS[2:], *sorted(types)]
-    columns = [batch[name].cast(kind) for name, kind in zip(names, kinds, strict=True)]
+def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> dict[str, NDArray[Any]]:
+    """Return the columns of the index, read from a shard."""
+    batch = _read_batch(path)
+    ends = numpy_of(batch["input_ids"].offsets)
+    lengths = batch["lengths"]
     firsts = numpy_of(lengths.values)[numpy_of(lengths.offsets)[:-1]]
-    return [np.diff(numpy_of(batch["loss_mask"].offsets)), firsts, *map(numpy_of, columns)]
+    columns = {"length": np.diff(ends), "first": firsts}
+    columns |= {name: numpy_of(batch[name]) for name in ("shared", "trained", "row")}
+    columns = {name: values.astype(np.int64) for name, values in columns.items()}
+    for name in sorted(types):
+        kind = pa.int64() if types[name] == "bool" else batch[name].type
+        columns[f"column {name}"] = numpy_of(batch[name].cast(kind))
+    return columns

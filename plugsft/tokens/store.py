@@ -5,7 +5,6 @@ the tokens by itself. A shard is mapped at the first access to one of its exampl
 is compared, so that a flipped bit ends the run before it is trained on.
 """
 
-import copy
 import math
 import os
 from collections.abc import Iterator
@@ -51,8 +50,6 @@ class Tokens:
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
-        self._cuts: tuple[Ints, Ints] | None = None
-        self._shares_prompts = False
         self._in_memory = in_memory
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
@@ -65,15 +62,20 @@ class Tokens:
         with self._explain_damage(index_file):
             buffer = self._open(index_file, self.facts["index"])
             self._index_size = buffer.size
-            index = pa.ipc.open_file(buffer).get_batch(0)
-            types = self.facts["columns"]
+            index = pa.ipc.open_stream(buffer).read_next_batch()
             columns = [numpy_of(column) for column in index.columns]
-            self.lengths, self._first_lengths, self._prefixes = columns[:3]
-            self.targets, self.rows, *own = columns[3:]
-        self.columns: dict[str, NDArray[Any]] = {
-            name: values.view(types[name]) for name, values in zip(sorted(types), own, strict=True)
-        }
-        """The columns of `render`, and those that plugins add before step 1: a value an example."""
+            self.lengths, self.first_lengths, self.prefixes, self.targets, self.rows = columns[:5]
+            types = sorted(self.facts["columns"].items())
+            self.columns: dict[str, NDArray[Any]] = {
+                name: values.astype(kind, copy=False)
+                for (name, kind), values in zip(types, columns[5:], strict=True)
+            }
+            """The columns of `render`, and those that plugins add before step 1."""
+        self.spans: tuple[Ints, Ints, Ints] | None = None
+        """Of a view, the spans of each example: [examples, spans] numbers of examples on disk,
+        tokens to skip, lengths."""
+        self.seen = np.zeros_like(self.lengths)
+        """The tokens of its first sequence that the second one of an example begins with."""
         self.denominators = self.targets
         """What each example adds to the divisor of a step's loss, times its weight: its targets
         by default."""
@@ -90,7 +92,9 @@ class Tokens:
 
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the concatenated tokens of examples and their loss mask."""
-        numbers, skips, lengths = self._spans(examples)
+        numbers, skips, lengths = examples, np.zeros_like(examples), self.lengths[examples]
+        if self.spans is not None:
+            numbers, skips, lengths = (column[examples].ravel() for column in self.spans)
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         for shard in set(shards.tolist()):
             self._ensure_size(self._files[shard], self._sizes[shard])
@@ -134,7 +138,7 @@ class Tokens:
         """Return the columns that `plan_batches` gets: these, and the shapes of examples."""
         first, second = self.lengths, np.zeros_like(self.lengths)
         if self.facts["pairs"]:
-            first, second = self._first_lengths, self.lengths - self._first_lengths
+            first, second = self.first_lengths, self.lengths - self.first_lengths
         shapes = {"longest": np.maximum(first, second), "sequences": 1 + (second > 0)}
         if taken := self.columns.keys() & shapes.keys():
             raise PluginError(
@@ -150,81 +154,22 @@ class Tokens:
         lengths = self.lengths[examples]
         if not self.facts["pairs"]:
             return lengths, np.zeros_like(lengths)
-        first = self._first_lengths[examples]
-        shared = self._shared_tokens(examples) if self._shares_prompts else np.zeros_like(first)
+        first, seen = self.first_lengths[examples], self.seen[examples]
         exists = np.stack([np.ones_like(first), first < lengths], 1).astype(np.bool_)
         counts = np.stack([first, lengths - first], 1)[exists]
-        return counts, np.stack([np.zeros_like(shared), shared], 1)[exists]
+        return counts, np.stack([np.zeros_like(seen), seen], 1)[exists]
 
     def sequence_targets(self, examples: Ints) -> Ints:
         """Return the number of targets of each sequence."""
         return count_true(self.gather(examples)[1], self.sequences(examples)[0])
 
-    def share_prompts(self) -> "Tokens":
-        """Return pairs that store their common prompt once, in the first sequence.
-
-        Its last token stays in both: it predicts the first target of each answer.
-        """
-        tokens = copy.copy(self)
-        tokens._shares_prompts = True
-        tokens.lengths = self.lengths - self._shared_tokens(np.arange(len(self)))
-        return tokens
-
-    def _shared_tokens(self, examples: Ints) -> Ints:
-        """Return the number of prompt tokens that a pair with a shared prompt stores once."""
-        shared: Ints = np.maximum(self._prefixes[examples] - 1, 0)
-        return shared
-
-    def _spans(self, examples: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the spans to read: example on disk, number of tokens to skip, length."""
-        lengths = self.lengths[examples]
-        if self._cuts is not None:
-            numbers, skips = (column[examples] for column in self._cuts)
-            return numbers, skips, lengths
-        if not self._shares_prompts:
-            return examples, np.zeros_like(lengths), lengths
-        first, shared = self._first_lengths[examples], self._shared_tokens(examples)
-        skips = np.stack([np.zeros_like(first), first + shared], 1)
-        return (
-            np.repeat(examples, 2),
-            skips.ravel(),
-            np.stack([first, lengths - first], 1).ravel(),
-        )
-
-    def cut(
-        self, numbers: Ints, skips: Ints, lengths: Ints, targets: "Ints | None" = None
-    ) -> "Tokens":
-        """Return tokens whose examples are spans of these: number, tokens to skip, length.
-
-        `targets` are their numbers of targets. Default: count them.
-        """
-        assert self._cuts is None, "these tokens are cut already"
-        assert not self.facts["pairs"], "pairs cannot be cut"
-        tokens = copy.copy(self)
-        tokens._cuts = (numbers, skips)
-        tokens.lengths, tokens.rows = lengths, self.rows[numbers]
-        tokens.targets = self.targets[numbers].copy() if targets is None else targets
-        shorter = lengths < self.lengths[numbers]
-        for number in np.flatnonzero(shorter).tolist() if targets is None else []:
-            _, mask = tokens.example(number)
-            # Nothing predicts the first token of a cut example.
-            tokens.targets[number] = np.count_nonzero(mask[1:])
-        tokens.denominators, tokens._first_lengths = tokens.targets, lengths
-        tokens.columns = {name: values[numbers] for name, values in self.columns.items()}
-        counts = np.diff(np.searchsorted(numbers, self._source_offsets()))
-        sources = [
-            {**source, "examples": int(count)}
-            for source, count in zip(self.facts["sources"], counts, strict=True)
-        ]
-        tokens.facts = {**self.facts, "examples": len(numbers), "sources": sources}
-        return tokens
-
     def source_of(self, number: int) -> tuple[int, int]:
         """Return the source of an example, and its row in the source."""
-        source = int(np.searchsorted(self._source_offsets(), number, "right")) - 1
+        source = int(np.searchsorted(self.source_offsets(), number, "right")) - 1
         return source, int(self.rows[number])
 
-    def _source_offsets(self) -> Ints:
+    def source_offsets(self) -> Ints:
+        """Return where the examples of each source begin, and their number."""
         return offsets_of([source["examples"] for source in self.facts["sources"]])
 
     def ensure_unchanged(self) -> None:

@@ -32,6 +32,7 @@ from ...registry.active import Active
 from ...registry.load import resolve
 from ...tokens.shards import write_index
 from ...tokens.store import Tokens
+from ...tokens.views import cut, share_prompts
 from ..trials import trials, with_changes
 from .meta_model import MetaModel, Trace, Weights
 from .strategies import DDP, FSDP2, SINGLE, ZERO3, Cluster, Memory, Setting, Strategy, peak_memory
@@ -132,7 +133,7 @@ def epoch_of(recipe: Recipe, tokens: Tokens, order: Ints, vocabulary: int) -> Ep
 
 def _share_prompts(recipe: Recipe, tokens: Tokens) -> Tokens:
     """Share prompts, as plugins do before the first step."""
-    return tokens.share_prompts() if recipe.provides("shared_prompts") else tokens
+    return share_prompts(tokens) if recipe.provides("shared_prompts") else tokens
 
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
@@ -171,7 +172,7 @@ def _cut(recipe: Recipe, tokens: Tokens) -> Tokens:
     if not (tokens.lengths > size).any():
         return tokens
     numbers = np.arange(len(tokens))
-    return tokens.cut(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
+    return cut(tokens, numbers, 0 * numbers, np.minimum(tokens.lengths, size))
 
 
 def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
