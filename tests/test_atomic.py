@@ -17,7 +17,6 @@ from conftest import ROOT, run_plugsft
 from plugsft import DiskError
 from plugsft.api import PlugsftError
 from plugsft.base import atomic as publishing
-from plugsft.base import build_once as claims
 from plugsft.base.atomic import (
     HOST_ID,
     MANIFEST,
@@ -31,7 +30,7 @@ from plugsft.base.atomic import (
     write_text,
     writing,
 )
-from plugsft.base.build_once import claim, once
+from plugsft.base.build_once import Claims, once
 from plugsft.base.errors import refusal_of
 
 BUILDER = """
@@ -116,14 +115,14 @@ def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
 
 
 def test_a_folder_that_appears_before_the_claim_is_not_built_again(place, monkeypatch):
-    really = claims.create_claim
+    really = Claims.hold
 
-    def slow(claim):
+    def slow(claims, name):
         with publish(place) as building:
             (building / "data-1").write_text("done")
-        return really(claim)
+        return really(claims, name)
 
-    monkeypatch.setattr(claims, "create_claim", slow)
+    monkeypatch.setattr(Claims, "hold", slow)
     once(place, fill=None)
     assert left_over(place) == []
 
@@ -151,7 +150,8 @@ def test_a_build_continues_after_ctrl_c_from_its_finished_parts(place):
 
     with pytest.raises(KeyboardInterrupt):
         once(place, fill=interrupted)
-    assert left_over(place) == [".folder.parts-000001"]
+    [left] = left_over(place)
+    assert left.startswith(".folder.parts-")
     found = []
     once(
         place, fill=lambda building: found.extend(sorted(path.name for path in building.iterdir()))
@@ -370,24 +370,24 @@ def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place)
 
 def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     place.parent.mkdir()
-    old = place.parent / f".{place.name}.claim-000001"
+    old = Claims(place).path("builder")
     old.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
-    really, new = claims.create_claim, json.dumps({"host": HOST_ID, "pid": os.getpid()})
+    really, new = Claims.hold, json.dumps({"host": HOST_ID, "pid": os.getpid()})
 
-    def slow(path):
-        # Between its look and its own claim, another took over, ended, and a third began.
+    def slow(claims, name):
+        # Between its look and its own claim, another began.
         old.write_text(new)
-        return really(path)
+        return really(claims, name)
 
-    monkeypatch.setattr(claims, "create_claim", slow)
-    with claim(place, {}) as mine:
+    monkeypatch.setattr(Claims, "hold", slow)
+    with Claims(place).build() as mine:
         assert mine is None
     assert old.read_text() == new and left_over(place) == [old.name]
 
 
 def test_a_claim_that_is_another_s_by_now_is_not_removed(place):
     place.parent.mkdir()
-    with claim(place, {}) as mine:
+    with Claims(place).build() as mine:
         assert mine.holds()
         mine.path.write_text("another's")
         assert not mine.holds()
@@ -405,7 +405,7 @@ def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
 @pytest.mark.parametrize("text", ["", '{"host', "3", "{}"])
 def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, text):
     place.parent.mkdir()
-    (place.parent / f".{place.name}.claim-000001").write_text(text)
+    (place.parent / f".{place.name}.claim-builder").write_text(text)
     only = start(patience=0.5)
     assert int(only.communicate(timeout=30)[0].split()[-1]) == only.pid and left_over(place) == []
 
@@ -584,7 +584,7 @@ def test_other_failures_pass_through(tmp_path):
 
 def test_a_process_of_another_machine_is_not_looked_up_here(start, place, tmp_path):
     place.parent.mkdir()
-    claim = place.parent / f".{place.name}.claim-000007"
+    claim = place.parent / f".{place.name}.claim-builder"
     claim.write_text(json.dumps({"host": "elsewhere", "pid": 2**22 - 1}))
     only = start(patience=1.0)
     time.sleep(0.7)

@@ -77,7 +77,7 @@ def noted(tmp_path):
 
 def claims(run):
     """The processes that have claimed slices, by the names of their claims."""
-    return {path.read_text() for path in run.glob("tokens/.*.parts-*/.data-*.claim-*")}
+    return {path.read_text() for path in run.glob("tokens/.*.parts-*/.data-*.claim")}
 
 
 def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
@@ -129,12 +129,12 @@ def test_a_host_without_heartbeat_is_taken_over(many, tmp_path, monkeypatch):
     first = prepare_data(loaded, active, recipe).tokens.folder
     expected, home = content(first), tmp_path / "elsewhere/tokens"
     # What two hosts left: one has died, and the other died as it wrote its claim.
-    member = f".{first.name}.claim-elsewhere-7-000000"
-    shared = home / f".{first.name}.parts-000000"
+    member = f".{first.name}.claim-elsewhere-7"
+    shared = home / f".{first.name}.parts-shared"
     shared.mkdir(parents=True)
     (home / member).write_text(json.dumps({"host": "elsewhere", "pid": 7, "at": 0}))
-    (shared / ".data-03-000000000000.claim-0").write_text(member)
-    (shared / ".data-05-000000000000.claim-0").touch()
+    (shared / ".data-03-000000000000.claim").write_text(member)
+    (shared / ".data-05-000000000000.claim").touch()
     (shared / ".failed").write_text("rows of an earlier attempt")
     loaded, active = load(recipe, [f"output={tmp_path / 'elsewhere'}"])
     started = time.monotonic()

@@ -1,29 +1,20 @@
 """`plugsft prepare`: tokens on disk, before training.
 
 Several of them, on one or on several hosts, prepare the slices of one data set. Each process is a
-member: it has a claim to the whole folder, with number 0 and a heartbeat. A member claims a slice
-by a file that holds the name of its own claim, and that only one process can create. The slices of
-a member that has died are free for the others: the claim with the next number supersedes its own.
-When all shards are there, one process publishes them.
+member: it has a claim to the whole folder, with a heartbeat. A member claims a slice by a file that
+holds the name of its own claim, and that only one process can create. The slices of a member that
+has died are free for the others. When all shards are there, one process publishes them.
 """
 
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
-from ..base.build_once import (
-    Claim,
-    Watch,
-    build_folders,
-    claims_of,
-    create_claim,
-    seems_alive,
-    text_of,
-)
+from ..base.atomic import HOST_ID, IsComplete, remove, write_text
+from ..base.build_once import BUILDER, Claim, Claims, build_folders, take_over, text_of
 from ..base.console import format_count, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
@@ -39,8 +30,6 @@ from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-MEMBER = "-000000"
-"""Ending of a member's claim; claims of processes that publish are counted from 1."""
 FAILED = ".failed"
 """File in the shared folder that names the bad rows; it ends all members."""
 POLL_SECONDS = 0.2
@@ -55,8 +44,6 @@ class SharedShardWriter(ShardWriter):
     member: str = ""
     """Name of this member's claim."""
     num_slices: int = 0
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Slice -> number of its next claim, if dead members have claimed it."""
     _counted: tuple[float, str] = (0.0, "")
 
     def __call__(self, part: Slice) -> Shard:
@@ -70,8 +57,8 @@ class SharedShardWriter(ShardWriter):
 
     def claim_path(self, part: Slice) -> Path:
         """Return the file that claims a slice."""
-        name = self.path(part).stem
-        return self.path(part).with_name(f".{name}.claim-{self.numbers.get(name, 0)}")
+        path = self.path(part)
+        return path.with_name(f".{path.stem}.claim")
 
     def team(self) -> str:
         """Say how many slices are finished, and by how many hosts."""
@@ -79,8 +66,8 @@ class SharedShardWriter(ShardWriter):
         if time.monotonic() - counted > COUNT_SECONDS:
             finished = len([*self.folder.glob("data-*.json")])
             name, _, _ = self.member.rpartition(".claim-")
-            members = self.folder.parent.glob(f"{name}.claim-*{MEMBER}")
-            hosts = {path.name.removesuffix(MEMBER).rpartition("-")[0] for path in members}
+            members = self.folder.parent.glob(f"{name}.claim-*-*")
+            hosts = {path.name.rpartition("-")[0] for path in members}
             by = format_count(len(hosts), "host")
             text = f"{finished:,} of {format_count(self.num_slices, 'slice')} by {by}, "
             self._counted = time.monotonic(), text
@@ -101,32 +88,33 @@ class SharedShardWriter(ShardWriter):
 
 
 def share_slices(
-    work: ShardWriter, sources: Sequence[OpenSource], folder: Path, is_complete: IsComplete
+    work: ShardWriter, sources: Sequence[OpenSource], claims: Claims, is_complete: IsComplete
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
-    slices, watch = work.cut(sources), Watch()
+    slices, folder = work.cut(sources), claims.folder
     try:
-        with writing(folder), _join(folder, watch) as member:
+        with _join(claims) as member:
             if member is not None and not is_complete(folder):
-                _share_as(member, slices, work, folder, watch)
+                _share_as(member, slices, work, claims)
     except Exception:
         # The last member to leave sees no other.
-        if not _living_members(folder, watch):
-            remove(_name_of_shared(folder))
+        if not claims.living():
+            remove(_shared_folder(folder))
         raise
 
 
-def _share_as(
-    member: Claim, slices: list[Slice], work: ShardWriter, folder: Path, watch: Watch
-) -> None:
+def _share_as(member: Claim, slices: list[Slice], work: ShardWriter, claims: Claims) -> None:
     """Prepare slices as a member; tell the others about bad rows."""
-    shared = _shared_folder(folder)
+    shared = _shared_folder(claims.folder)
+    folders = build_folders(claims.folder)
+    if shared not in folders:
+        take_over(folders, shared)
     values = {each.name: getattr(work, each.name) for each in fields(work)}
     values |= {"folder": shared, "member": member.path.name, "num_slices": len(slices)}
     try:
         # An earlier failure; if its cause is still there, we find it too.
         (shared / FAILED).unlink(missing_ok=True)
-        _prepare_slices(slices, SharedShardWriter(**values), folder, watch)
+        _prepare_slices(slices, SharedShardWriter(**values), claims)
     except Exception as error:
         if not shared.exists():
             return  # another process took it over, and publishes it
@@ -136,43 +124,27 @@ def _share_as(
 
 
 @contextmanager
-def _join(folder: Path, watch: Watch) -> Iterator[Claim | None]:
+def _join(claims: Claims) -> Iterator[Claim | None]:
     """Become a member; yield None while a process builds or publishes the folder alone."""
-    path = folder.with_name(f".{folder.name}.claim-{HOST_ID}-{os.getpid()}{MEMBER}")
-    path.unlink(missing_ok=True)  # of a dead process that had our number
-    with create_claim(path) as member:
-        others = [(path, text) for path, text in claims_of(folder).items() if not _is_member(path)]
-        yield None if any(seems_alive(path, text, watch) for path, text in others) else member
-
-
-def _name_of_shared(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.parts-000000")
+    name = f"{HOST_ID}-{os.getpid()}"
+    claims.path(name).unlink(missing_ok=True)  # of a dead process that had our number
+    with claims.hold(name) as member:
+        yield None if claims.path(BUILDER) in claims.living() else member
 
 
 def _shared_folder(folder: Path) -> Path:
-    """Return the folder that members fill; go on from that of a dead process."""
-    shared = _name_of_shared(folder)
-    folders = build_folders(folder)
-    if shared not in folders:
-        for old in folders[:-1]:
-            remove(old)
-        with suppress(OSError):  # another member renamed it
-            for last in folders[-1:]:
-                last.rename(shared)
-        shared.mkdir(exist_ok=True)
-    return shared
+    """Return the folder that members fill."""
+    return folder.with_name(f".{folder.name}.parts-shared")
 
 
-def _prepare_slices(
-    slices: list[Slice], work: SharedShardWriter, folder: Path, watch: Watch
-) -> None:
+def _prepare_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -> None:
     """Prepare free slices until all are finished; say how many this process prepared."""
     before = len(slices) - len(_unfinished(slices, work))
     if before:
         say(f"data: continuing after {before:,} of {len(slices):,} slices")
     done = 0
     while unfinished := _unfinished(slices, work):
-        if free := _free_slices(unfinished, work, folder, watch):
+        if free := _free_slices(unfinished, work, claims):
             shards = work.hooks.tokenize(slices=free, work=work)
             done += sum(bool(shard.file) for shard in shards)
         else:
@@ -189,42 +161,25 @@ def _unfinished(slices: list[Slice], work: SharedShardWriter) -> list[Slice]:
     return [part for part in slices if work.path(part).with_suffix(".json").name not in files]
 
 
-def _free_slices(
-    slices: list[Slice], work: SharedShardWriter, folder: Path, watch: Watch
-) -> list[Slice]:
+def _free_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -> list[Slice]:
     """Return the slices that no living member has claimed."""
-    for path in work.folder.glob(".*.claim-*"):
-        name, _, number = path.name[1:].rpartition(".claim-")
-        work.numbers[name] = max(work.numbers.get(name, 0), int(number))
-    paths = [work.claim_path(part) for part in slices]
-    claimed = [work.path(part).stem in work.numbers for part in slices]
+    claimed = {path.name for path in work.folder.glob(".*.claim")}
+    paths = {part: work.claim_path(part) for part in slices}
     # Read before we look who is alive: a member joins before it claims.
-    owners = [text_of(path) if known else None for path, known in zip(paths, claimed, strict=True)]
-    living = _living_members(folder, watch)
+    owners = {part: text_of(path) if path.name in claimed else None for part, path in paths.items()}
+    living = {path.name for path in claims.living()}
     free = []
-    for part, path, owner in zip(slices, paths, owners, strict=True):
+    for part, owner in owners.items():
         # A claim without text was created just now, or its owner died at that moment.
-        if owner in living - {work.member} or (owner == "" and seems_alive(path, "", watch)):
-            continue
-        if owner is not None and owner != work.member:
-            work.numbers[work.path(part).stem] = work.numbers.get(work.path(part).stem, 0) + 1
+        alive = claims.seems_alive(paths[part], "") if owner == "" else owner in living
+        if owner not in (None, work.member):
+            if alive:
+                continue
+            # If two members do so at the same moment, both make the slice: the bytes are the same.
+            if text_of(paths[part]) == owner:
+                paths[part].unlink(missing_ok=True)
         free.append(part)
     return free
-
-
-def _living_members(folder: Path, watch: Watch) -> set[str]:
-    """Return the names of living members; remove the claims of dead ones."""
-    living = set()
-    for path, text in claims_of(folder).items():
-        if seems_alive(path, text, watch):
-            living.add(path.name)
-        elif _is_member(path):
-            path.unlink(missing_ok=True)
-    return living
-
-
-def _is_member(path: Path) -> bool:
-    return path.name.endswith(MEMBER)
 
 
 def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:

@@ -1,4 +1,10 @@
-"""Build a folder in exactly one of many processes; the next goes on from a killed one's files."""
+"""Build a folder in one of many processes; the next goes on from a killed one's files.
+
+A claim is a file that a process touches every second. It is a hint, so that the others wait; it
+works between machines, where locks of the operating system may not, and needs no process group.
+What it cannot rule out does no harm: each process builds in a folder of its own, of which the first
+gets the name, and who goes on from another's files renames their folder first.
+"""
 
 import json
 import os
@@ -15,7 +21,6 @@ from .atomic import (
     FINISHED_FILES,
     HOST_ID,
     IsComplete,
-    discard,
     finish,
     is_alive,
     is_whole,
@@ -27,46 +32,18 @@ from .console import say
 
 HEARTBEAT = 1.0
 PATIENCE = 30.0
-"""Seconds without a heartbeat after which a builder on another machine counts as dead."""
-Watch = dict[Path, tuple[Any, float]]
-"""Claim -> its last heartbeat, and when we first saw it."""
+"""Seconds without a heartbeat after which a process on another machine counts as dead."""
+BUILDER = "builder"
+"""The name of the claim that one process has alone."""
 Fill = Callable[[Path], None]
 """Builds a folder."""
-Share = Callable[[Path, IsComplete], None] | None
-"""Builds parts of a folder together with other processes, until all are there."""
-
 
 say_once = cache(say)
 
 
-def once(
-    folder: Path, is_complete: IsComplete = is_whole, *, fill: Fill, share: Share = None
-) -> bool:
-    """Build a folder in one of the calling processes, if it is not complete; True in that one.
-
-    Before, each process calls `share`, if there is one, to build parts together with the others.
-    The right to build is a file with a heartbeat: it works between machines, where locks of the
-    operating system may not, and needs no process group.
-    """
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    watch: Watch = {}
-    while not is_complete(folder):
-        if share:
-            share(folder, is_complete)
-        with claim(folder, watch) as own:
-            if own is None:
-                say_once(f"waiting for another process, which makes {folder}")
-                # Processes that claim at the same time all give up: they retry at other times.
-                time.sleep(0.05 + os.getpid() % 100 / 1000)
-            elif not is_complete(folder) and _build(folder, fill, own, is_complete):
-                return True
-    return False
-
-
 @dataclass(frozen=True)
 class Claim:
-    """The right to build a folder."""
+    """A file that says who works on a folder."""
 
     path: Path
     text: str
@@ -76,113 +53,116 @@ class Claim:
         return text_of(self.path) == self.text
 
 
-@contextmanager
-def claim(folder: Path, watch: Watch) -> Iterator[Claim | None]:
-    """Give the right to build a folder to one process at a time, and None to the others.
+class Claims:
+    """The claims to a folder, and when each was last seen to beat."""
 
-    The claim with the highest number wins. So a dead builder's claim is superseded by the next
-    number: creating a new name is atomic on every file system, replacing a file is not.
-    """
-    earlier = claims_of(folder)
-    if is_claimed(folder, watch):
-        yield None
-        return
-    numbers = [int(path.name[-6:]) for path in [*earlier, *build_folders(folder)]]
-    path = folder.with_name(f".{folder.name}.claim-{max(numbers, default=0) + 1:06d}")
-    with create_claim(path) as own:
-        # Another process may have created a lower number since we listed the claims.
-        if own and claims_of(folder).items() <= (earlier | {own.path: own.text}).items():
-            for dead in earlier:
-                dead.unlink(missing_ok=True)
-            yield own
-        else:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._beats: dict[Path, tuple[Any, float]] = {}
+
+    def path(self, name: str) -> Path:
+        """Return the file of a claim."""
+        return self.folder.with_name(f".{self.folder.name}.claim-{name}")
+
+    def living(self) -> list[Path]:
+        """Return the claims of processes that seem alive; remove those of dead ones."""
+        found = []
+        for path in sorted(self.folder.parent.glob(self.path("*").name)):
+            text = text_of(path)
+            if text is not None and self.seems_alive(path, text):
+                found.append(path)
+            elif text is not None and text_of(path) == text:
+                path.unlink(missing_ok=True)
+        return found
+
+    def seems_alive(self, path: Path, text: str) -> bool:
+        """Tell whether the process that wrote a file seems alive."""
+        with suppress(ValueError, TypeError, LookupError):
+            owner = json.loads(text)
+            if owner["host"] == HOST_ID and not is_alive(int(owner["pid"])):
+                return False
+        try:
+            beat = (path.stat().st_mtime_ns, text)
+        except OSError:
+            return True  # just removed: look again
+        # Clocks differ between machines, so we measure how long we have seen no new heartbeat.
+        now = time.monotonic()
+        last, since = self._beats.setdefault(path, (beat, now))
+        if last != beat:
+            self._beats[path] = (beat, now)
+        return last != beat or now - since <= PATIENCE
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[Claim | None]:
+        """Create a claim, and beat until the block ends; yield None if there is one."""
+        text = json.dumps({"host": HOST_ID, "pid": os.getpid(), "at": time.time_ns()})
+        own, stop = Claim(self.path(name), text), threading.Event()
+        try:
+            with own.path.open("x") as file:
+                file.write(text)
+        except FileExistsError:
             yield None
+            return
+        heart = threading.Thread(target=_beat, args=(own, stop), daemon=True)
+        heart.start()
+        try:
+            yield own
+        finally:
+            stop.set()
+            heart.join()
+            if own.holds():
+                own.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def build(self) -> Iterator[Claim | None]:
+        """Give the right to build to one process at a time, and None to the others."""
+        if self.living():
+            yield None
+            return
+        with self.hold(BUILDER) as own:
+            # Another may have begun to fill the folder together with others since we looked.
+            yield own if own and self.living() == [own.path] else None
 
 
-def is_claimed(folder: Path, watch: Watch) -> bool:
-    """Tell whether a process that seems alive builds a folder."""
-    # A list, not a generator: every claim is watched from the first call on.
-    alive = [seems_alive(path, text, watch) for path, text in claims_of(folder).items()]
-    return any(alive)
+def once(
+    folder: Path,
+    is_complete: IsComplete = is_whole,
+    *,
+    fill: Fill,
+    share: Callable[[Claims, IsComplete], None] | None = None,
+) -> bool:
+    """Build a folder in one of the calling processes, if it is not complete; True in that one.
+
+    Before, each process calls `share`, if there is one, to build parts together with the others.
+    """
+    claims = Claims(folder)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while not is_complete(folder):
+            if share:
+                share(claims, is_complete)
+            with claims.build() as own:
+                if own is None:
+                    say_once(f"waiting for another process, which makes {folder}")
+                    time.sleep(0.05 + os.getpid() % 100 / 1000)
+                elif not is_complete(folder) and _build(folder, fill, own, is_complete):
+                    return True
+    return False
 
 
 def build_folders(folder: Path) -> list[Path]:
-    """Return the folders in which living or dead processes build a folder."""
+    """Return the folders in which living or dead processes build a folder, the oldest first."""
     return sorted(folder.parent.glob(f".{folder.name}.parts-*"))
 
 
-def _build(folder: Path, fill: Fill, own: Claim, is_complete: IsComplete) -> bool:
-    """Build a folder; return False if another process has taken over meanwhile."""
-    building = own.path.with_name(own.path.name.replace(".claim-", ".parts-"))
-    try:
-        with writing(folder):
-            sweep(folder.parent)
-            _take_over(build_folders(folder), building)
-            fill(building)
-            if folder.exists() and not is_complete(folder):
-                discard(folder)
-            finish(building, folder, is_complete)
-    except Exception:
-        # After Ctrl-C or a signal, finished files stay for the next builder.
-        remove(building)
-        if own.holds():
-            raise
-        return False
-    return True
-
-
-def _take_over(folders: list[Path], building: Path) -> None:
-    """Go on from the finished files of the last dead builder.
-
-    It may only be asleep. So its folder is renamed, and its unfinished files are removed: it
-    cannot write to them later.
-    """
+def take_over(folders: list[Path], building: Path) -> None:
+    """Make a folder to build in, with the files of the last dead builder if there is one."""
     for folder in folders[:-1]:
         remove(folder)
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # another process was first
         for last in folders[-1:]:
             last.rename(building)
     building.mkdir(exist_ok=True)
-    for path in building.iterdir():
-        if path.is_symlink() or not path.match(FINISHED_FILES):
-            remove(path)
-
-
-@contextmanager
-def create_claim(path: Path) -> Iterator[Claim | None]:
-    """Create a claim, and beat until the block ends; yield None if another was first."""
-    own = Claim(path, json.dumps({"host": HOST_ID, "pid": os.getpid(), "at": time.time_ns()}))
-    file = None
-    with writing(path), suppress(FileExistsError):
-        file = path.open("x")
-    if file is None:
-        yield None
-        return
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(HEARTBEAT):
-            with suppress(OSError):
-                if own.holds():
-                    os.utime(path)
-
-    heart = threading.Thread(target=beat, name="plugsft-heartbeat", daemon=True)
-    heart.start()
-    try:
-        with writing(path), file:
-            file.write(own.text)
-        yield own
-    finally:
-        stop.set()
-        heart.join()
-        if own.text.startswith(text_of(path) or ""):
-            path.unlink(missing_ok=True)
-
-
-def claims_of(folder: Path) -> dict[Path, str]:
-    """Return the claims to a folder with their texts."""
-    paths = folder.parent.glob(f".{folder.name}.claim-*")
-    return {path: text for path in sorted(paths) if (text := text_of(path)) is not None}
 
 
 def text_of(path: Path) -> str | None:
@@ -192,19 +172,29 @@ def text_of(path: Path) -> str | None:
     return None
 
 
-def seems_alive(path: Path, text: str, watch: Watch) -> bool:
-    """Tell whether the owner of a claim seems to be alive."""
-    with suppress(ValueError, TypeError, LookupError):
-        owner = json.loads(text)
-        if owner["host"] == HOST_ID and not is_alive(int(owner["pid"])):
-            return False
+def _build(folder: Path, fill: Fill, own: Claim, is_complete: IsComplete) -> bool:
+    """Build a folder; return False if another process has taken over meanwhile."""
+    building = folder.with_name(f".{folder.name}.parts-{time.time_ns()}-{os.getpid()}")
     try:
-        beat = (path.stat().st_mtime_ns, text)
-    except OSError:
-        return True  # just removed: check again
-    # Clocks differ between machines, so we measure how long we have seen no new heartbeat.
-    now = time.monotonic()
-    last, since = watch.setdefault(path, (beat, now))
-    if last != beat:
-        watch[path] = (beat, now)
-    return last != beat or now - since <= PATIENCE
+        sweep(folder.parent)
+        take_over(build_folders(folder), building)
+        # A builder that is only asleep cannot write to its unfinished files later.
+        for path in building.iterdir():
+            if path.is_symlink() or not path.match(FINISHED_FILES):
+                remove(path)
+        fill(building)
+        finish(building, folder, is_complete)
+    except Exception:
+        # After Ctrl-C or a signal, finished files stay for the next builder.
+        remove(building)
+        if own.holds():
+            raise
+        return False
+    return True
+
+
+def _beat(own: Claim, stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT):
+        with suppress(OSError):
+            if own.holds():
+                os.utime(own.path)

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
-from ..base.build_once import Watch, build_folders, claim
+from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep, writing
+from ..base.build_once import Claims, build_folders
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
 from ..base.errors import DataError, DiskError, reason_of
@@ -123,12 +123,14 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
     """Remove unfinished builds whose process died on this machine; yield names and sizes."""
-    watch: Watch = {}
     folders = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
     unfinished = {name for name in folders if not is_published(home / name)}
     for name in sorted(_being_built(home) | unfinished):
         folder = home / name
-        with claim(folder, watch) as claimed:  # so that a new builder waits; None if one lives
+        with (
+            writing(folder),
+            Claims(folder).build() as claimed,
+        ):  # so that a new builder waits; None if one lives
             paths = build_folders(folder)
             paths += [folder] if folder.exists() and not is_published(folder) else []
             if claimed is not None and paths:

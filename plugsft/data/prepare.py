@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.atomic import IsComplete
-from ..base.build_once import once
+from ..base.build_once import Claims, once
 from ..base.checksums import digest
 from ..base.console import format_count, hide_query, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
@@ -119,7 +119,7 @@ class OpenData:
     """Folder of a tokenizer that was trained on the data."""
 
 
-ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
+ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Claims, IsComplete], None] | None
 """Prepares slices together with other processes."""
 
 
