@@ -1,21 +1,12 @@
 """Tokens on disk compared with plain lists and with `datasets`."""
 
-import os
-
 import datasets
 import numpy as np
-import pytest
-from conftest import tiny_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugsft import DataError
 from plugsft.base.checksums import digest
 from plugsft.base.types import Shard
-from plugsft.batches.defaults import BatchDefaults
-from plugsft.batches.plan import Plan
-from plugsft.recipe.tables import Recipe
-from plugsft.registry.active import Active
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
@@ -128,19 +119,3 @@ def test_a_digest_names_content_not_order():
     assert digest({"a": 1, "b": [1, {"c": None}]}) == digest({"b": [1, {"c": None}], "a": 1})
     assert digest({"a": 1}) != digest({"a": "1"})
     assert len(digest({})) == 16
-
-
-@pytest.mark.parametrize("name", ["index.arrow", "data-0.arrow"])
-@pytest.mark.parametrize("size", [0, 100, 5_000, -1])
-def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
-    write(tmp_path, [[[[[(1, True)] * 40]] * 300]])
-    tokens = Tokens(tmp_path)
-    tables = tiny_tables(tmp_path / "recipe")
-    tokens.facts["sources"][0]["weight"] = 1.0
-    hook = Active({}, {}).attach(BatchDefaults()).hooks
-    plan = Plan(tokens, Recipe.model_validate(tables), 1, hook)
-    tokens.gather(plan.plan_step(1).layout[0][0])
-    path = tmp_path / name
-    os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
-    with pytest.raises(DataError, match=rf"{name}: damaged: it was truncated.*Remove the folder"):
-        tokens.gather(plan.plan_step(2).layout[0][0])

@@ -4,7 +4,8 @@ Rows may differ in their fields, which Arrow's reader of JSON refuses. A line th
 one bad row and does not stop the reading of the file.
 """
 
-from collections.abc import Iterator, Sequence, Sized
+from array import array
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +17,8 @@ from ..base.types import Ints, Row, Rows
 
 T = TypeVar("T", bound=Sized)
 
-CHUNK = 1 << 20
-"""Bytes to read at a time."""
 MAX_GAP = 1 << 12
 """Largest gap in bytes between two lines that are read together."""
-SPACE = ord(" ")
 
 
 class JsonLines:
@@ -62,12 +60,13 @@ class JsonLines:
     def line_numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the line of each row in the file, counting from 1."""
         starts = self.starts[list(rows)].tolist()
-        lines, line, position = dict[int, int](), 1, 0
+        lines, position, last = dict[int, int](), 0, max(starts, default=-1)
         with self.path.open("rb") as file:
-            for start in sorted(starts):
-                while chunk := file.read(min(CHUNK, start - position)):
-                    line, position = line + chunk.count(b"\n"), position + len(chunk)
-                lines[start] = line
+            for number, line in enumerate(file, 1):
+                lines[position] = number
+                position += len(line)
+                if position > last:
+                    break
         return [lines[start] for start in starts]
 
 
@@ -178,30 +177,11 @@ def name_rows(
 
 def find_lines(path: Path) -> JsonLines:
     """Find the lines of a file, without blank lines."""
-    chunk_stops, first_bytes, size, at_line_start = [], [], 0, True
+    starts, stops, position = array("q"), array("q"), 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            newlines = np.fromiter(_newlines(chunk), np.int64)
-            begins = np.append([0] if at_line_start else [], newlines + 1).astype(np.int64)
-            at_line_start = chunk.endswith(b"\n")
-            first_bytes.append(
-                np.frombuffer(chunk, np.uint8)[begins[:-1] if at_line_start else begins]
-            )
-            chunk_stops.append(newlines + size)
-            size += len(chunk)
-        stops = np.concatenate([*chunk_stops, [size]])
-        starts = np.append(0, stops[:-1] + 1)
-        blank = stops <= starts
-        # Only a line that starts with white space may be blank.
-        for number in np.flatnonzero(np.concatenate(first_bytes) <= SPACE):
-            file.seek(starts[number])
-            blank[number] |= not file.read(stops[number] - starts[number]).strip()
-    return JsonLines(path, starts[~blank], stops[~blank])
-
-
-def _newlines(chunk: bytes) -> Iterator[int]:
-    """Yield the offsets of newlines; `find` skips long lines faster than numpy."""
-    offset = chunk.find(b"\n")
-    while offset >= 0:
-        yield offset
-        offset = chunk.find(b"\n", offset + 1)
+        for line in file:
+            if not line.isspace():
+                starts.append(position)
+                stops.append(position + len(line) - line.endswith(b"\n"))
+            position += len(line)
+    return JsonLines(path, np.array(starts, np.int64), np.array(stops, np.int64))

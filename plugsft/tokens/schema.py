@@ -49,17 +49,14 @@ def is_weight(value: float) -> bool:
 
 
 ColumnType = Literal["bool", "int64", "float64"]
-"""Type of a column of `render`: a name that numpy, Arrow and `datasets` share."""
-ARROW: dict[ColumnType, pa.DataType] = {
-    "bool": pa.bool_(),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-}
+"""Type of a column of `render`: a name of numpy."""
 
 
 def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
     """Return the columns of a shard."""
-    return pa.schema([*SCHEMA, *((name, ARROW[types[name]]) for name in sorted(types))])
+    return pa.schema(
+        [*SCHEMA, *((name, pa.from_numpy_dtype(types[name])) for name in sorted(types))]
+    )
 
 
 def type_of(value: Any) -> ColumnType | None:

@@ -123,9 +123,9 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     _write_batch(index, pa.RecordBatch.from_pydict(arrays))
     shard_facts = []
     for shard in shards:
-        size, checksum = shard.stamp or stamp(folder / shard.file)
+        _, checksum = shard.stamp or stamp(folder / shard.file)
         own = {"file": shard.file, "examples": shard.examples}
-        shard_facts.append({**own, "size": size, "checksum": checksum})
+        shard_facts.append({**own, "checksum": checksum})
     facts = facts | {
         "format": FORMAT,
         "index": file_digest(index),

@@ -6,7 +6,6 @@ is compared, so that a flipped bit ends the run before it is trained on.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,12 +55,10 @@ class Tokens:
             self.facts = read_facts(facts_file.read_text(encoding="utf8"))
             shards = self.facts["shards"]
             self._files = [path_inside(folder, shard["file"]) for shard in shards]
-            self._sizes = [shard["size"] for shard in shards]
             self._shard_offsets = offsets_of([shard["examples"] for shard in shards])
             self._views: list[Views | None] = [None] * len(shards)
         with self._explain_damage(index_file):
             buffer = self._open(index_file, self.facts["index"])
-            self._index_size = buffer.size
             index = pa.ipc.open_stream(buffer).read_next_batch()
             columns = [numpy_of(column) for column in index.columns]
             self.lengths, self.first_lengths, self.prefixes, self.targets, self.rows = columns[:5]
@@ -96,8 +93,6 @@ class Tokens:
         if self.spans is not None:
             numbers, skips, lengths = (column[examples].ravel() for column in self.spans)
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
-        for shard in set(shards.tolist()):
-            self._ensure_size(self._files[shard], self._sizes[shard])
         inside = numbers - self._shard_offsets[shards]
         columns = np.stack([shards, inside, skips, lengths], 1)
         # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
@@ -171,19 +166,6 @@ class Tokens:
     def source_offsets(self) -> Ints:
         """Return where the examples of each source begin, and their number."""
         return offsets_of([source["examples"] for source in self.facts["sources"]])
-
-    def ensure_unchanged(self) -> None:
-        """Refuse an index that was truncated in use: the map would read zeros."""
-        self._ensure_size(self.folder / "index.arrow", self._index_size)
-
-    def _ensure_size(self, path: Path, size: int) -> None:
-        # Only mapped files can change; a check takes about a microsecond.
-        try:
-            if self._in_memory or os.stat(path).st_size == size:
-                return
-        except OSError as error:
-            raise self._damaged(path, reason_of(error)) from error
-        raise self._damaged(path, "it was truncated or rewritten while it was in use")
 
     def _open_shard(self, shard: int) -> Views:
         with self._explain_damage(self._files[shard]):

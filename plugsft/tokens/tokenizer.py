@@ -204,30 +204,22 @@ def _encode_again(
     ids: Ids, counts: Ints, ends: Ints, texts: list[str], numbers: list[int], tokenizer: Tokenizer
 ) -> tuple[Ids, Ints, Ints]:
     """Replace the tokens of some texts by those of the model's own tokenizer."""
-    offsets, sizes = offsets_of(counts), _sizes(texts)
-    starts = offsets_of(sizes)
-    counts, copied = counts.copy(), 0
-    all_ids, all_ends = [], []
-    for first in range(0, len(numbers), TEXTS):
-        batch = numbers[first : first + TEXTS]
-        encodings = tokenizer.backend_tokenizer.encode_batch(
-            [texts[number] for number in batch], add_special_tokens=False
+    sizes = _sizes(texts)
+    starts, borders = offsets_of(sizes), offsets_of(counts)[1:-1]
+    all_ids, all_ends = np.split(ids, borders), np.split(ends, borders)
+    for number in numbers:
+        text = texts[number]
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        new_ids = np.array(encoding.ids, np.int32)
+        new_ends, mismatches = _find_ends_of_batch(
+            new_ids, np.array([len(new_ids)]), [text], sizes[[number]], tokenizer
         )
-        for number, encoding in zip(batch, encodings, strict=True):
-            new_ids, count = np.array(encoding.ids, np.int32), np.array([len(encoding.ids)])
-            new_ends, mismatches = _find_ends_of_batch(
-                new_ids, count, [texts[number]], sizes[[number]], tokenizer
-            )
-            if mismatches:
-                # A token that starts before the end of another (a character's bytes) ends with it.
-                last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
-                new_ends = _character_offsets(texts[number])[np.maximum.accumulate(last)]
-            unchanged = slice(offsets[copied], offsets[number])
-            all_ids += [ids[unchanged], new_ids]
-            all_ends += [ends[unchanged], new_ends + starts[number]]
-            counts[number], copied = count[0], number + 1
-    all_ids.append(ids[offsets[copied] :])
-    all_ends.append(ends[offsets[copied] :])
+        if mismatches:
+            # A token that starts before the end of another (a character's bytes) ends with it.
+            last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
+            new_ends = _character_offsets(text)[np.maximum.accumulate(last)]
+        all_ids[number], all_ends[number] = new_ids, new_ends + starts[number]
+    counts = np.array([len(one) for one in all_ids], np.int64)
     return np.concatenate(all_ids), counts, np.concatenate(all_ends)
 
 
