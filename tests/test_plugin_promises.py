@@ -57,10 +57,10 @@ PLANS = """
     [
         ("steps[1] = steps[0]", "more often than the epoch's order has it; it must lay out each"),
         ("steps[0] = [[part[:-1] for part in rank] for rank in steps[0]]", "left out 2 examples"),
-        ("steps[0] = [[part - 9 for part in rank] for rank in steps[0]]", "does not exist in step"),
+        ("steps[0] = [[part - 9 for part in rank] for rank in steps[0]]", "gave the example -"),
         ("steps = [step * 2 for step in steps]", "gave micro-batches per rank: [2, 2]; it must"),
         ("steps = [[[]] for step in steps]", "gave micro-batches per rank: [0]; it must give each"),
-        ("steps = [[[[1]]] for step in steps]", "that is no numpy array of whole numbers"),
+        ("steps = [[[[0.5]]] for step in steps]", "gave float64 values of shape [1] for step 1 of"),
     ],
 )
 def test_a_plan_that_repeats_or_loses_examples_is_refused(recipe, edit, message):

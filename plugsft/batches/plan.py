@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -83,8 +83,13 @@ class Plan:
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
+        planner = with_plugins(self._hooks.plan_batches)
         layout = self._epoch(epoch)[number]
-        ensure_layout(layout, self.ranks, with_plugins(self._hooks.plan_batches))
+        ensure_layout(layout, self.ranks, planner)
+        limit, place = len(self.tokens.lengths), f"step {number + 1} of the epoch"
+        layout = [
+            [ensure_examples(part, limit, planner, place) for part in rank] for rank in layout
+        ]
         self._coverage[epoch].add(number, layout)
         self._ensure_rows_fit(layout)
         layout = [list(map(self.tokens.weighted, rank)) for rank in layout]
@@ -142,23 +147,9 @@ class Plan:
         """Return the order of an epoch; an evaluation takes each example once."""
         if self._evaluates:
             return shuffle_sources(self.tokens, self._train.seed, epoch)
-        order = np.asarray(
-            self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
-        )
-        count = len(self.tokens.lengths)
+        order = self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
         where = with_plugins(self._hooks.order_examples)
-        if order.size and (order.dtype.kind not in "iu" or order.ndim != 1):
-            raise PluginError(
-                f"{where} gave {order.dtype} values of shape {[*order.shape]} for epoch {epoch}; "
-                "it must give a list of example numbers"
-            )
-        if order.size and not 0 <= order.min() <= order.max() < count:
-            wrong = order[(order < 0) | (order >= count)][0]
-            raise PluginError(
-                f"{where} gave the example {wrong:,} for epoch {epoch}, but there are "
-                f"{count:,}, from 0 to {count - 1:,}"
-            )
-        return order.astype(np.int64)
+        return ensure_examples(order, len(self.tokens.lengths), where, f"epoch {epoch}")
 
     def _epoch(self, epoch: int) -> Layouts:
         if epoch not in self._epochs:
@@ -235,11 +226,6 @@ class Coverage:
             if number in self._seen:
                 return
             self._seen.add(number)
-            if examples.size and not 0 <= examples.min() <= examples.max() < len(self._left):
-                raise PluginError(
-                    f"{self._planner} laid out an example that does not exist in step {number + 1} "
-                    f"of the epoch; there are {len(self._left):,}, from 0"
-                )
             np.subtract.at(self._left, examples, 1)
             if (repeated := examples[self._left[examples] < 0]).size:
                 raise PluginError(
@@ -262,8 +248,20 @@ def ensure_layout(layout: Layout, ranks: int, planner: str) -> None:
             f"{planner} gave micro-batches per rank: {counts}; it must give each of "
             f"{ranks} ranks the same number, and at least one"
         )
-    for micro_batch in (micro_batch for rank in layout for micro_batch in rank):
-        if not isinstance(micro_batch, np.ndarray) or micro_batch.dtype.kind not in "iu":
-            raise PluginError(
-                f"{planner} gave a micro-batch that is no numpy array of whole numbers"
-            )
+
+
+def ensure_examples(numbers: Any, count: int, where: str, place: str) -> Ints:
+    """Refuse what are no numbers of examples."""
+    examples = np.asarray(numbers)
+    if examples.size and (examples.dtype.kind not in "iu" or examples.ndim != 1):
+        raise PluginError(
+            f"{where} gave {examples.dtype} values of shape {[*examples.shape]} for {place}; it "
+            "must give a list of example numbers"
+        )
+    if examples.size and not 0 <= examples.min() <= examples.max() < count:
+        wrong = examples[(examples < 0) | (examples >= count)][0]
+        raise PluginError(
+            f"{where} gave the example {wrong:,} for {place}, but there are {count:,}, from 0 to "
+            f"{count - 1:,}"
+        )
+    return examples.astype(np.int64)

@@ -17,8 +17,8 @@ from ..base.types import Ints, Row, Rows
 
 T = TypeVar("T", bound=Sized)
 
-MAX_GAP = 1 << 12
-"""Largest gap in bytes between two lines that are read together."""
+MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
+"""Bytes to read at a time: all adjacent lines at once, but for very long ones."""
 
 
 class JsonLines:
@@ -40,17 +40,13 @@ class JsonLines:
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows, or None for a row that is not a JSON object."""
-        starts, stops = self.starts[start:stop], self.stops[start:stop]
-        gaps = np.flatnonzero(starts[1:] - stops[:-1] > MAX_GAP) + 1
-        rows: list[Row | None] = []
-        with self.path.open("rb") as file:
-            # One read for all adjacent lines.
-            for begins, ends in zip(np.split(starts, gaps), np.split(stops, gaps), strict=True):
-                if len(begins):
-                    file.seek(begins[0])
-                    text = file.read(ends[-1] - begins[0])
-                    spans = np.stack([begins, ends], 1) - begins[0]
-                    rows += [_parse(text[begin:end]) for begin, end in spans.tolist()]
+        starts, stops = self.starts[start:stop].tolist(), self.stops[start:stop].tolist()
+        size = stops[-1] - starts[0] if starts else 0
+        rows = []
+        with self.path.open("rb", min(max(size, MIN_BUFFER), MAX_BUFFER)) as file:
+            for begin, end in zip(starts, stops, strict=True):
+                file.seek(begin)
+                rows.append(_parse(file.read(end - begin)))
         return rows
 
     def sizes(self) -> Ints:

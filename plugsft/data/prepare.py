@@ -30,7 +30,15 @@ from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import OWN, Tokenizer
 from .load_tokenizer import Render, data_tokenizer, load_tokenizer, train_tokenizer
-from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
+from .slices import (
+    ShardWriter,
+    counted,
+    cure_bad,
+    describe_bad_rows,
+    describe_warnings,
+    merge,
+    render,
+)
 from .sources import OpenSource, open_source
 
 if TYPE_CHECKING:
@@ -350,10 +358,8 @@ def _facts(
         "tokens": total.tokens,
         "trained_tokens": total.trained,
         "largest_id": total.largest,
-        "bad_rows": {
-            reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in total.bad.items()
-        },
-        "truncated": {"count": len(total.truncated), "rows": total.truncated[:10]},
+        "bad_rows": {reason: counted(rows) for reason, rows in total.bad.items()},
+        "truncated": counted(total.truncated),
         "unrolled": total.unrolled,
         "warnings": total.warnings,
         "mask": total.mask,

@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from itertools import compress, starmap
 from operator import lt
+from typing import Any
+
+import numpy as np
 
 from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
@@ -202,7 +205,7 @@ def drop_bad_texts(rendered: Rendered) -> None:
 
 
 def check_columns(rendered: Rendered, count: int, where: str) -> None:
-    """Refuse columns that are not a number or boolean for each of `count` rows."""
+    """Make columns arrays; refuse those that are no number or boolean for each of `count` rows."""
     for name, values in rendered.columns.items():
         column = f"{where} gave the column '{name}'"
         if name in SCHEMA.names:
@@ -212,21 +215,22 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
                 f"{column} of length {len(values):,}, but the number of rows is {count:,}; it must "
                 "give one value for each row"
             )
-        types = [type_of(values[row]) for row in rendered.rows]
-        if None in types:
-            wrong = values[rendered.rows[types.index(None)]]
-            raise PluginError(
-                f"{column} the value {short(wrong)}; it must be true, false, an integer of 64 bits "
-                "or a float"
-            )
-        if types and common_type(types) is None:
+        types = {row: type_of(values[row]) for row in rendered.rows}
+        kind = common_type(types.values())
+        if types and kind is None:
+            wrong = [row for row in types if types[row] is None]
+            if wrong:
+                raise PluginError(
+                    f"{column} the value {short(values[wrong[0]])}; it must be true, false, an "
+                    "integer of 64 bits or a float"
+                )
             raise PluginError(f"{column} both booleans and numbers; it must give one type")
-        if name == WEIGHT:
-            for row in rendered.rows:
-                if not is_weight(values[row]):
-                    raise PluginError(
-                        f"{column} the value {values[row]}; it must be {WEIGHT_RANGE}"
-                    )
+        typed: Any = np.zeros(count, kind)
+        typed[[*types]] = [values[row] for row in types]
+        rendered.columns[name] = typed
+        if name == WEIGHT and not all(map(is_weight, typed)):
+            wrong = [value for value in typed.tolist() if not is_weight(value)]
+            raise PluginError(f"{column} the value {wrong[0]}; it must be {WEIGHT_RANGE}")
 
 
 def lead_row(rows: Iterable[Row | None], data: Data) -> Row:

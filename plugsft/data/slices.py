@@ -34,7 +34,6 @@ from ..base.types import (
 from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
-from ..tokens.schema import column_of
 from ..tokens.shards import Examples, count_true, offsets_of, places_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
@@ -179,7 +178,7 @@ class ShardWriter:
         for warning, batch_numbers in rendered.warnings.items():
             warned = sorted({numbers[n] for n in batch_numbers if n not in rendered.bad})
             if warned:
-                shard.warnings[warning] = {"count": len(warned), "rows": warned[:10]}
+                shard.warnings[warning] = counted(warned)
         row_numbers = np.array(numbers, np.int64)
         return make_examples(encoded, mask, rendered, row_numbers, self.data, shard)
 
@@ -266,6 +265,11 @@ def describe_warnings(warnings: Mapping[str, Counted], rows: Rows | None = None)
     ]
 
 
+def counted(rows: list[int]) -> Counted:
+    """Return the number of rows, and the first of them."""
+    return {"count": len(rows), "rows": rows[:10]}
+
+
 def merge(shards: Sequence[Shard]) -> Shard:
     """Return the facts of several shards as those of one."""
     total = Shard("")
@@ -318,7 +322,7 @@ def make_examples(
     if data.too_long == "truncate":
         shard.truncated += row_numbers[cut & trained].tolist()
         if lost := np.unique(row_numbers[~trained & cut]).tolist():
-            shard.warnings[CUT] = {"count": len(lost), "rows": lost[:10]}
+            shard.warnings[CUT] = counted(lost)
     else:
         good = trained & ~cut
         shard.too_long += row_numbers[cut].tolist()
@@ -335,7 +339,7 @@ def make_examples(
         num_sequences=num_texts[good].astype(np.int64),
         rows=row_numbers[good],
         columns={
-            name: column_of([values[row] for row in rows[good].tolist()])
+            name: np.asarray(values)[rows[good]]
             for name, values in rendered.columns.items()
             if good.any()  # without examples, their types are unknown
         },

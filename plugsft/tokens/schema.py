@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from ..base.errors import DataError
 from ..base.types import Shard
@@ -76,11 +75,6 @@ def common_type(types: Iterable[ColumnType | None]) -> ColumnType | None:
     return different.pop() if len(different) == 1 else None
 
 
-def column_of(values: Sequence[Any]) -> NDArray[Any]:
-    """Return values that a column can hold as an array."""
-    return np.array(values, common_type(map(type_of, values)))
-
-
 def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str, ColumnType]:
     """Return the columns of all shards and their types; refuse a source that lacks one.
 
@@ -88,24 +82,24 @@ def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str,
 
     `sources` are the names of the sources.
     """
-    shards = [shard for shard in shards if shard.examples]
     columns: dict[str, ColumnType] = {}
+    shards = [shard for shard in shards if shard.examples]
     for name in {name: None for shard in shards for name in shard.columns}:
-        having = [shard for shard in shards if name in shard.columns]
-        for shard in shards:
-            if name not in shard.columns and name != WEIGHT:
-                raise DataError(
-                    f"{sources[shard.source]}: its rows have no column '{name}', but those of "
-                    f"{sources[having[0].source]} have; add it to all rows, or let the plugin that "
-                    "renders them give a default"
-                )
-        kind = common_type(shard.columns[name] for shard in having)
-        if kind is None:
-            booleans = next(shard for shard in having if shard.columns[name] == "bool")
-            numbers = next(shard for shard in having if shard.columns[name] != "bool")
+        # Type -> a source that has it.
+        found = {shard.columns.get(name): sources[shard.source] for shard in reversed(shards)}
+        lacking = found.pop(None, None)
+        if lacking and name != WEIGHT:
             raise DataError(
-                f"column '{name}': {sources[booleans.source]} holds booleans and "
-                f"{sources[numbers.source]} holds numbers; make them the same type"
+                f"{lacking}: its rows have no column '{name}', but those of "
+                f"{[*found.values()][-1]} have; add it to all rows, or let the plugin that renders "
+                "them give a default"
+            )
+        kind = common_type(found)
+        if kind is None:
+            booleans = found.pop("bool")
+            raise DataError(
+                f"column '{name}': {booleans} holds booleans and {[*found.values()][-1]} holds "
+                "numbers; make them the same type"
             )
         columns[name] = kind
     return columns

@@ -1,6 +1,5 @@
 """Rows at s3://, gs://, hf:// and https:// addresses, read by ranges, never copied whole."""
 
-import fnmatch
 import io
 import re
 import time
@@ -9,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from glob import has_magic
 from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -59,9 +59,9 @@ class Address:
     version: Version = ()
     buffer: int = EXACT
 
-    def open(self, _mode: str = "rb") -> io.BufferedReader:
+    def open(self, _mode: str = "rb", buffering: int = EXACT) -> io.BufferedReader:
         """Open the object; each read asks for its own bytes only."""
-        return io.BufferedReader(RangeFile(self), self.buffer)
+        return io.BufferedReader(RangeFile(self), max(buffering, self.buffer))
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Read a range of bytes; a cut connection is tried again."""
@@ -107,10 +107,6 @@ class RangeFile(io.RawIOBase):
         """Return that it can be read from anywhere."""
         return True
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._address.size}
@@ -136,17 +132,12 @@ def find_objects(url: str) -> list[Address]:
         _, version = _retried(lambda: _get(url, 0, 1), url)
         return [Address(url, int(dict(version)["size"]), version)]
     store, path = _store(url)
-    # A name may hold these letters itself.
-    if any(letter in path for letter in "*?[") and not store.exists(path):
-        folder = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
-        infos = store.find(folder.rpartition("/")[0], detail=True)
-        infos = {name: info for name, info in infos.items() if fnmatch.fnmatch(name, path)}
+    if has_magic(path) and not store.exists(path):  # a name may hold these letters itself
+        infos = store.glob(path, detail=True)
     elif path.endswith(ENDINGS):
         infos = {path: store.info(path)}
     else:
-        infos = store.find(path, detail=True)
-        if not infos:
-            store.info(path)  # says that it is missing
+        infos = store.find(path, detail=True) or {path: store.info(path)}  # says if it is missing
     names = sorted(name for name in infos if name.endswith(ENDINGS))
     return [
         Address(store.unstrip_protocol(name), int(infos[name]["size"]), _version(infos[name]))
@@ -354,10 +345,6 @@ class RemoteSource(LateRows):
             if size >= address.size or len(lines) > limit:
                 return JsonLines(address, lines.starts, lines.stops)  # type: ignore[arg-type]
             size *= 4
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        return explained(lambda: super(RemoteSource, self).read(start, stop), self._where)
 
 
 @lru_cache(maxsize=16)
