@@ -1,52 +1,51 @@
-"""Open a run: prepare everything that the loop needs, in order."""
+"""A run, as the loop and plugins see it; and how it is opened, stage by stage."""
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, set_seed
-from torch.nn import Module
-from torch.optim import Optimizer
+from accelerate import Accelerator
 
-from .base.atomic import damage, step_folder
-from .base.build_once import once
-from .base.checksums import digest
+from .base.atomic import step_folder
 from .base.console import format_count, say
 from .base.errors import PluginError, Stopped
 from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
-from .checkpoint.final_model import ensure_saveable, save_model
-from .checkpoint.save import Checkpoints, ensure_one_output
+from .checkpoint.final_model import save_model
+from .checkpoint.save import Checkpoints
 from .checkpoint.state import train_state
 from .data.defaults import DataDefaults
-from .data.load_tokenizer import new_ids, pad_id
-from .data.prepare import Prepared, prepare
-from .model.checks import check_recipe, check_weights
-from .model.config import check_ids
+from .data.load_tokenizer import pad_id
+from .data.prepare import Prepared
 from .model.defaults import ModelDefaults
-from .model.load import make_load, make_scratch_model
-from .model.schedule import Schedule, long_warmup
+from .model.schedule import long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
-from .ranks.agree import RankGroup, agreed, ending_together, ensure_alike, is_known_to_all
+from .ranks.agree import RankGroup, ending_together, is_known_to_all
 from .ranks.failures import keep_beating
-from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries, strategy_name
-from .ranks.load_batches import BatchLoader, GlobalBatch, explain_out_of_memory_in_loading
+from .ranks.launch import gradient_sync, prepare_gpu, silence_libraries, strategy_name
+from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
-from .ranks.optimizer_checks import ensure_uses_settings
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
-from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, weights_of
 from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
 from .ranks.trained_model import TrainedModel, work_with_weights
 from .recipe.capabilities import Capability
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
+from .stages import (
+    Loaded,
+    connect_ranks,
+    load_model,
+    plan_steps,
+    prepare_data,
+    save_scratch_model,
+)
 
 
 def open(
@@ -57,72 +56,72 @@ def open(
     # Plugins that check the recipe ask the GPU, which starts CUDA.
     prepare_gpu(recipe)
     keep_beating()
-    run = OpenRun(recipe, active, machine)
+    record = Record(recipe, machine, active)
+    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
+    data = prepare_data(recipe, active, machine)
+    scratch = save_scratch_model(recipe, data)
+    accelerator = connect_ranks(recipe, active, machine, data)
+    loaded = load_model(recipe, active, accelerator, data, scratch)
+    run = OpenRun(recipe, active, record, accelerator, data.tokenizer, loaded)
+    run.plan_steps(data)
     run.checkpoints.restore(checkpoints)
     run.step = run.checkpoints.saved
     describe(run)
     return run
 
 
+@dataclass(eq=False)
 class OpenRun:
-    """A run: its data, ranks, model, optimizer, plan, checkpoints and record.
+    """A run: its ranks, model, optimizer, data, plan, checkpoints and record.
 
     Plugins see it as `Run`, its `model` as `RunModel`, its `ranks` as `Ranks`.
     """
 
-    def __init__(self, recipe: Recipe, active: Active, machine: Machine) -> None:
-        self.recipe, self.output, self.is_main = recipe, recipe.folder, machine.is_main
-        self.step = 0
-        """The last finished step."""
-        self.unread: Any = None
-        """The last finished step's batch, numbers and facts, until they are logged."""
-        self.stopping = Stopping(self.describe_stop)
-        self.record = Record(recipe, machine, active)
+    recipe: Recipe
+    active: Active
+    record: Record
+    accelerator: Accelerator
+    tokenizer: Any
+    loaded: Loaded
+    step: int = 0
+    """The last finished step."""
+    unread: Any = None
+    """The last finished step's batch, numbers and facts, until they are logged."""
+
+    def __post_init__(self) -> None:
+        recipe, accelerator, self.hooks = self.recipe, self.accelerator, self.active.hooks
+        self.output, self.is_main = recipe.folder, accelerator.is_main_process
         self.facts = self.record.run
         """The content of run.json. A plugin may add a table under its own name."""
+        self.module, self.optimizer = self.loaded.module, self.loaded.optimizer
+        self.weights = self.loaded.weights
+        self.loss_scale = LossScale(accelerator)
         self.packing = recipe.provides("packed_rows")
-        defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
-        self.active = active.attach(*defaults, self.record)
-        self.hooks = active.hooks
-        check_recipe(recipe, active, machine)
-        # Before there is a process group: preparing may take hours, and transformers lets only
-        # rank 0 of a group save a model.
-        data = prepare(recipe, active)
-        check_ids(recipe, data.largest_id)
-        for tokens in filter(None, (data.tokens, data.evaluation)):
-            check_weights(recipe, active, tokens)
-        self.tokenizer = data.tokenizer
-        scratch = save_scratch_model(recipe, data)
-
-        self.accelerator = connect(recipe, machine)
-        facts = recipe_facts(recipe) | active.facts() | data.facts()
-        ensure_alike(self.accelerator, facts, SAME_INPUTS)
-        ensure_one_output(self.accelerator, recipe)
-        sharded, device = is_sharded(self.accelerator), self.accelerator.device
-        self.load = make_load(recipe.model, scratch, sharded, device)
-        self.load.new_tokens = new_ids(recipe.model, self.tokenizer)
-        self.module, self.optimizer = self._load_model()
-        # Whether a step's numbers are read while the next step runs.
+        pad = pad_id(self.tokenizer)
+        self.loader = BatchLoader(self.hooks, accelerator, pad, bool(self.packing))
+        self.ranks = RankGroup(accelerator, self.hooks)
+        self.model = TrainedModel(self, self.module, self.loader, self.loaded.load, self.weights)
+        self.stopping = Stopping(self.describe_stop)
         self.reads_late = can_skip_steps(self.optimizer) and not recipe.provides("early_stop")
-        self.weights = weights_of(self.accelerator, self.module, self.optimizer)
-        self.loss_scale = LossScale(self.accelerator)
-        self.loader = BatchLoader(
-            self.hooks, self.accelerator, pad_id(self.tokenizer), bool(self.packing)
-        )
-        self.ranks = RankGroup(self.accelerator, self.hooks)
-        self.model = TrainedModel(self, self.module, self.loader, self.load, self.weights)
+        """Whether a step's numbers are read while the next step runs."""
+
+    def plan_steps(self, data: Prepared) -> None:
+        """Let plugins add columns to the tokens, plan the steps, and make ready to save."""
+        recipe, accelerator = self.recipe, self.accelerator
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
         self.tokens = add_columns(tokens=data.tokens)
         self.evaluation_tokens: Any = data.evaluation and add_columns(tokens=data.evaluation)
-        self.plan, self.schedule = self._plan_steps()
+        self.plan, self.schedule = plan_steps(
+            recipe, self.active, accelerator, self.tokens, self.optimizer
+        )
         # What a resume must find again: a checkpoint has neither rows nor frozen weights.
         inputs = {
             "the data, its options or the tokenizer": self.tokens.facts["index"],
-            "the weights in the model's files": self._files,
+            "the weights in the model's files": self.loaded.files,
         }
         state = train_state(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
-            recipe, active, self.accelerator, state, self.plan.steps, inputs
+            recipe, self.active, accelerator, state, self.plan.steps, inputs
         )
 
     @property
@@ -291,65 +290,10 @@ class OpenRun:
         whole = self.recipe.train.keep_whole_gradients
         return gradient_sync(self.accelerator, self.module, last, whole)
 
-    def _load_model(self) -> tuple[Module, Optimizer]:
-        """Load the model, shard it over the ranks, and make its optimizer."""
-        accelerator, recipe = self.accelerator, self.recipe
-        set_seed(recipe.train.seed)
-        if loads_in_bfloat16(accelerator):
-            self.load.kwargs["dtype"] = torch.bfloat16
-
-        def make_optimizer(model: Module) -> Optimizer:
-            with agreed(accelerator, "making the optimizer"):
-                optimizer = self.hooks.optimizer(model=model, train=recipe.train)
-                ensure_uses_settings(optimizer, recipe.train, self.active.having("optimizer"))
-                return optimizer
-
-        with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
-            # DeepSpeed scatters each tensor as it is made, so there ranks cannot agree afterwards.
-            scatters = accelerator.distributed_type == DistributedType.DEEPSPEED
-            with nullcontext() if scatters else agreed(accelerator, "loading the model"):
-                model = self.hooks.optimize_model(load=self.load)
-                ensure_saveable(model)
-                model.train()
-                facts = model_facts(model, self.load)
-                self._files = facts[MODEL_FILES]
-            ensure_alike(accelerator, facts, SAME_INPUTS)
-            return shard_model(accelerator, self.load, model, make_optimizer)
-
-    def _plan_steps(self) -> tuple[Plan, Schedule]:
-        """Plan steps and learning rates, the same on every rank."""
-        with agreed(self.accelerator, "planning the steps"):
-            plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
-            factor = self.hooks.schedule(train=self.recipe.train, steps=plan.steps)
-            schedule = Schedule(factor, self.optimizer, plan.steps)
-            facts = plan.facts() | schedule.facts()
-        ensure_alike(self.accelerator, facts, SAME_INPUTS)
-        return plan, schedule
-
 
 def describe_error(error: BaseException) -> str:
     """Return an error's message with its notes, which name the plugin."""
     return "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
-
-
-def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
-    """Save the recipe's new model once; return its folder, which is loaded like any model."""
-    scratch = recipe.model.scratch
-    if scratch is None:
-        return Path()
-    key = {
-        "scratch": scratch.model_dump(),
-        "seed": recipe.train.seed,
-        "tokenizer": data.tokenizer_folder.name,
-    }
-
-    def fill(folder: Path) -> None:
-        make_scratch_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
-
-    folder = recipe.folder / "scratch" / f"model-{digest(key)}"
-    # Its checksums are compared: a resume with frozen weights reads them again.
-    once(folder, lambda made: damage(made) is None, fill=fill)
-    return folder
 
 
 def describe(run: OpenRun) -> None:

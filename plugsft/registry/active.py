@@ -3,8 +3,6 @@
 import inspect
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from graphlib import CycleError, TopologicalSorter
@@ -44,9 +42,10 @@ class Active:
         self.found = found
         self._manager = pluggy.PluginManager("plugsft")
         self._manager.add_hookspecs(Hooks)
-        self._traced = os.environ.get("PLUGSFT_TRACE") == "1"
-        if self._traced:
-            trace_calls(self._manager)
+        if os.environ.get("PLUGSFT_TRACE") == "1":
+            # Without arguments: a line may print a model.
+            self._manager.trace.root.setwriter(lambda text: print_error(text.split("\n")[0][:100]))
+            self._manager.enable_tracing()
         # Typed as the specs, so that mypy checks arguments and results of each call.
         self.hooks = cast(Hooks, self._manager.hook)
 
@@ -73,7 +72,6 @@ class Active:
     def notify(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:
         """Call a notice's plugins in the declared order; yield each that fails, with its error."""
         for impl in self._impls(hook):
-            started = time.perf_counter()
             # A plugin that edits its metrics must not change those of others.
             own = {n: dict(value) if n == "metrics" else value for n, value in arguments.items()}
             try:
@@ -82,8 +80,6 @@ class Active:
                 if not is_core(impl.plugin_name):
                     _name_plugin(error, impl.plugin_name, hook)
                 yield impl.plugin_name, error
-            if self._traced:
-                print_call(0, hook, arguments, impl.plugin_name, "None", started)
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """Return what each plugin keeps in checkpoints."""
@@ -290,29 +286,3 @@ def _name_plugin(error: Exception, name: str, hook: str) -> None:
     note = f"raised by plugin '{name}', in its hook '{hook}'"
     if note not in getattr(error, "__notes__", ()) and f"plugins.{name}" not in str(error):
         error.add_note(note)
-
-
-def trace_calls(manager: pluggy.PluginManager) -> None:
-    """Print each call that pluggy makes, indented by depth."""
-    # A thread may load batches: each thread has its own depth.
-    local = threading.local()
-
-    def before(*_: object) -> None:
-        local.started = [*getattr(local, "started", ()), time.perf_counter()]
-
-    def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
-        started = local.started.pop()
-        who = ", ".join(impl.plugin_name for impl in reversed(impls))
-        result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        print_call(len(local.started), hook, args, who, result, started)
-
-    manager.add_hookcall_monitoring(before, after)
-
-
-def print_call(
-    depth: int, hook: str, arguments: Mapping[str, Any], who: str, result: str, started: float
-) -> None:
-    """Print one call, with the depth at which it was made."""
-    took = (time.perf_counter() - started) * 1e3
-    call = f"{'  ' * depth}{hook}({', '.join(arguments)})"
-    print_error(f"trace {call} by {who} -> {result}, {took:.3f} ms")

@@ -11,7 +11,7 @@ from plugsft.base.machine import look
 from plugsft.data.chat import CHATML
 from plugsft.loop import forward_backward, plugin_metrics
 from plugsft.registry.load import resolve
-from plugsft.run import OpenRun
+from plugsft.run import open as open_run
 
 NAMES = ("input_ids", "attention_mask", "labels")
 # What TRL trains of a turn is all behind what it gives a model to write it.
@@ -69,8 +69,8 @@ class FirstStep:
         tables["plugins"] = plugins
         tables["train"] |= {"batch_size": len(rows)} | (train or {})
         recipe, active = resolve(tables)
-        self.run = OpenRun(recipe, active, look())
-        self.folder, self.tokenizer = Path(self.run.load.path), self.run.tokenizer
+        self.run = open_run(recipe, active, look())
+        self.folder, self.tokenizer = Path(self.run.model.load.path), self.run.tokenizer
         self.model, self.plan = self.run.module, self.run.plan.plan_step(1)
 
     @cached_property

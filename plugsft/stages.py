@@ -1,0 +1,137 @@
+"""The stages before step 1, in order: prepare, connect, load, plan.
+
+Each returns what the next ones need. Data are prepared before there is a process group, since that
+may take hours, and since transformers lets only rank 0 of a group save a model. Plugins see the
+run from the moment when its model is loaded (run.py); steps are planned after plugins have added
+columns that need the model.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .base.atomic import damage
+from .base.build_once import once
+from .base.checksums import digest
+from .base.machine import Machine
+from .batches.plan import Plan
+from .checkpoint.final_model import ensure_saveable
+from .checkpoint.save import ensure_one_output
+from .data.load_tokenizer import new_ids
+from .data.prepare import Prepared, prepare
+from .model.checks import check_recipe, check_weights
+from .model.config import check_ids
+from .model.load import Load, make_load, make_scratch_model
+from .model.schedule import Schedule
+from .ranks.agree import agreed, ensure_alike
+from .ranks.launch import connect
+from .ranks.load_batches import explain_out_of_memory_in_loading
+from .ranks.optimizer_checks import ensure_uses_settings
+from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
+from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, weights_of
+from .ranks.weights import Weights
+from .recipe.tables import Recipe
+from .registry.active import Active
+from .tokens.store import Tokens
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model of a run, sharded or copied over the ranks, with its optimizer."""
+
+    load: Load
+    """How it was loaded."""
+    module: Module
+    optimizer: Any
+    weights: Weights
+    files: str
+    """A checksum of samples of its files."""
+
+
+def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
+    """Check the recipe, and turn its rows into tokens."""
+    check_recipe(recipe, active, machine)
+    data = prepare(recipe, active)
+    check_ids(recipe, data.largest_id)
+    for tokens in filter(None, (data.tokens, data.evaluation)):
+        check_weights(recipe, active, tokens)
+    return data
+
+
+def connect_ranks(recipe: Recipe, active: Active, machine: Machine, data: Prepared) -> Accelerator:
+    """Connect the ranks; refuse other recipes, plugins, data or outputs on some of them."""
+    accelerator = connect(recipe, machine)
+    facts = recipe_facts(recipe) | active.facts() | data.facts()
+    ensure_alike(accelerator, facts, SAME_INPUTS)
+    ensure_one_output(accelerator, recipe)
+    return accelerator
+
+
+def load_model(
+    recipe: Recipe, active: Active, accelerator: Accelerator, data: Prepared, scratch: Path
+) -> Loaded:
+    """Load the model, shard it over the ranks, and make its optimizer."""
+    load = make_load(recipe.model, scratch, is_sharded(accelerator), accelerator.device)
+    load.new_tokens = new_ids(recipe.model, data.tokenizer)
+    set_seed(recipe.train.seed)
+    if loads_in_bfloat16(accelerator):
+        load.kwargs["dtype"] = torch.bfloat16
+
+    def make_optimizer(model: Module) -> Optimizer:
+        with agreed(accelerator, "making the optimizer"):
+            optimizer = active.hooks.optimizer(model=model, train=recipe.train)
+            ensure_uses_settings(optimizer, recipe.train, active.having("optimizer"))
+            return optimizer
+
+    with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
+        # DeepSpeed scatters each tensor as it is made, so there ranks cannot agree afterwards.
+        scatters = accelerator.distributed_type == DistributedType.DEEPSPEED
+        with nullcontext() if scatters else agreed(accelerator, "loading the model"):
+            model = active.hooks.optimize_model(load=load)
+            ensure_saveable(model)
+            model.train()
+            facts = model_facts(model, load)
+        ensure_alike(accelerator, facts, SAME_INPUTS)
+        module, optimizer = shard_model(accelerator, load, model, make_optimizer)
+    weights = weights_of(accelerator, module, optimizer)
+    return Loaded(load, module, optimizer, weights, facts[MODEL_FILES])
+
+
+def plan_steps(
+    recipe: Recipe, active: Active, accelerator: Accelerator, tokens: Tokens, optimizer: Any
+) -> tuple[Plan, Schedule]:
+    """Plan steps and learning rates, the same on every rank."""
+    with agreed(accelerator, "planning the steps"):
+        plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
+        factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
+        schedule = Schedule(factor, optimizer, plan.steps)
+        facts = plan.facts() | schedule.facts()
+    ensure_alike(accelerator, facts, SAME_INPUTS)
+    return plan, schedule
+
+
+def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
+    """Save the recipe's new model once; return its folder, which is loaded like any model."""
+    scratch = recipe.model.scratch
+    if scratch is None:
+        return Path()
+    key = {
+        "scratch": scratch.model_dump(),
+        "seed": recipe.train.seed,
+        "tokenizer": data.tokenizer_folder.name,
+    }
+
+    def fill(folder: Path) -> None:
+        make_scratch_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
+
+    folder = recipe.folder / "scratch" / f"model-{digest(key)}"
+    # Its checksums are compared: a resume with frozen weights reads them again.
+    once(folder, lambda made: damage(made) is None, fill=fill)
+    return folder
