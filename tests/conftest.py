@@ -26,6 +26,7 @@ import tomli_w
 import torch
 from forks import FORK_TRIALS, FORKS, Running, run_fork, start_fork_server
 
+from plugsft import cli
 from plugsft.lab import trials
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +113,27 @@ def tiny_tables(folder: Path, rows: list[Any] | None = None) -> dict[str, Any]:
         "data": {"source": str(data), "max_length": 256},
         "train": {"batch_size": 8, "micro_batch": 4, "learning_rate": 3e-3, "log_every": 1},
     }
+
+
+ANSWERS = {
+    "What is red?": "Blood and roses.",
+    "What is blue, please?": "The sky,\nand the sea.",
+    "Who?": "Me.",
+    "And what is green, if I may ask?": "Grass and leaves and frogs.",
+}
+
+
+def tables_by_heart(folder: Path, steps: int) -> dict[str, Any]:
+    """Return the tables of a recipe that learns the answers by heart."""
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in ANSWERS.items()
+    ]
+    tables = tiny_tables(folder, rows)
+    tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
+    tables["data"]["max_length"] = 128
+    tables["train"] |= {"batch_size": 4, "steps": steps, "learning_rate": 1e-2}
+    return tables
 
 
 def bare_tables(folder: Path, plugins: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +235,15 @@ def run_plugsft(
 ) -> "subprocess.CompletedProcess[str]":
     """Run `plugsft ...` as a separate process, which reads what is typed."""
     return start_plugsft(*arguments, env=env, cwd=cwd, typed=typed).wait(timeout)
+
+
+def run_here(*words: object) -> int:
+    """Run `plugsft ...` in this process; return its exit code."""
+    try:
+        cli.main([str(word) for word in words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def must_succeed(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":

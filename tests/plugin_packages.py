@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+from conftest import tiny_tables
+
 _numbers = itertools.count()
 # TRL's settings in comparisons: float32, on the CPU.
 TRL = {
@@ -46,6 +48,12 @@ def install(folder: Path, **plugins: str) -> Path:
     for name, source in plugins.items():
         (site / f"{package}_{name}.py").write_text(HEAD + dedent(source), encoding="utf8")
     return site
+
+
+def tables_with(folder: Path, monkeypatch, **plugins: str) -> dict:
+    """Install plugins; return the tables of a recipe with them."""
+    activate(install(folder / "sites", **plugins), monkeypatch)
+    return {**tiny_tables(folder), "plugins": {name: {} for name in plugins}}
 
 
 def activate(site: Path, monkeypatch) -> None:

@@ -3,10 +3,11 @@
 import copy
 import pickle
 import tomllib
+from functools import partial
 
 import pytest
-from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
-from plugin_packages import activate, install
+from conftest import ROOT, run_plugsft, write_recipe
+from plugin_packages import tables_with
 
 from plugsft import PluginError, RecipeError
 from plugsft.recipe.capabilities import CAPABILITIES, SHARED, Capability
@@ -26,12 +27,7 @@ REPORTER = "@plugin(provides={'external_reports': None})\nclass Reporter:\n    p
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
     """Return `tables(name=source)`, which installs plugins and returns a recipe with them."""
-
-    def make(**plugins):
-        activate(install(tmp_path / "sites", **plugins), monkeypatch)
-        return {**tiny_tables(tmp_path), "plugins": {name: {} for name in plugins}}
-
-    return make
+    return partial(tables_with, tmp_path, monkeypatch)
 
 
 def test_a_recipe_knows_who_provides_a_capability(tables):

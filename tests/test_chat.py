@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import ROOT, must_succeed, run_plugsft, tiny_tables, write_recipe
+from conftest import ANSWERS, ROOT, must_succeed, run_plugsft, tables_by_heart, write_recipe
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -25,26 +25,13 @@ from plugsft.export.answers import Answers
 from plugsft.export.folder import model_folder
 from plugsft.output.folder import LOCK
 
-ANSWERS = {
-    "What is red?": "Blood and roses.",
-    "What is blue, please?": "The sky,\nand the sea.",
-    "Who?": "Me.",
-    "And what is green, if I may ask?": "Grass and leaves and frogs.",
-}
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Train a model that knows its answers by heart."""
     folder = tmp_path_factory.mktemp("talk")
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in ANSWERS.items()
-    ]
-    tables = tiny_tables(folder, rows)
-    tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
-    tables["data"]["max_length"] = 128
-    tables["train"] |= {"batch_size": 4, "steps": 80, "learning_rate": 1e-2, "log_every": 80}
+    tables = tables_by_heart(folder, 80)
+    tables["train"]["log_every"] = 80
     must_succeed(write_recipe(folder / "recipe.toml", tables))
     return folder / "run"
 

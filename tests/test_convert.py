@@ -8,17 +8,11 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import ROOT, chats, write_jsonl
+from conftest import ROOT, chats, run_here, write_jsonl
 
-from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, Line
-from plugsft.commands.converting.convert_file import (
-    TOOLS,
-    convert_file,
-    ensure_valid,
-    recipe_text,
-)
+from plugsft.commands.converting.convert_file import TOOLS, convert_file, ensure_valid, recipe_text
 from plugsft.registry.load import load
 
 USES = json.loads((ROOT / "tests/data/key_uses.json").read_text("utf8"))
@@ -208,15 +202,6 @@ SFT = {
 }
 
 
-def run(*words):
-    """Run a command in this process; return its exit code."""
-    try:
-        cli.main([str(word) for word in words])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_a_configuration_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     tmp_path, monkeypatch, capsys
 ):
@@ -226,7 +211,7 @@ def test_a_configuration_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     more |= {"lora_modules_to_save": ["lm_head"], "warmup_steps": 0.1}
     (tmp_path / "trl.yaml").write_text(yaml.safe_dump(SFT | more))
     words = ("--gpus", 2, "--trainer", "dpo", "--to", "to/dpo.toml")
-    assert run("convert", "trl.yaml", *words) == 0
+    assert run_here("convert", "trl.yaml", *words) == 0
     told = capsys.readouterr().out
     assert "hf_secret" not in told + (tmp_path / "to/dpo.toml").read_text()
     assert "not converted: hub_token = ...: a recipe holds no secrets" in told
@@ -239,7 +224,7 @@ def test_a_configuration_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     text = (tmp_path / "to/dpo.toml").read_text()
     assert text.startswith("#:schema ./recipe.schema.json\n")
     assert (tmp_path / "to/recipe.schema.json").exists()
-    assert run("convert", "trl.yaml", "--to", "to/dpo.toml") == 2
+    assert run_here("convert", "trl.yaml", "--to", "to/dpo.toml") == 2
     assert "exists already; move it away, or set --to" in capsys.readouterr().err
 
 
@@ -290,7 +275,7 @@ ALIASES = "a0: &a0 [x]\n" + "\n".join(
 def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text, words, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(text)
-    assert run("convert", "c.yaml", *words) == 2
+    assert run_here("convert", "c.yaml", *words) == 2
     error = capsys.readouterr().err
     assert says in " ".join(error.split()) and "Traceback" not in error
     assert not (tmp_path / "c.toml").exists()
@@ -355,7 +340,7 @@ def test_no_value_becomes_a_line_of_its_own_and_secrets_stay_out(tmp_path, monke
         "report_to": "wandb",
     }
     (tmp_path / "c.json").write_text(json.dumps(settings))
-    assert run("convert", "c.json") == 0
+    assert run_here("convert", "c.json") == 0
     text, told = (tmp_path / "c.toml").read_text(), capsys.readouterr().out
     assert {"trust", "b"}.isdisjoint(tomllib.loads(text)["data"]) and "\u202e" not in text
     comments = "".join(line.partition("#")[2] for line in text.splitlines())
@@ -377,7 +362,7 @@ def test_keys_below_a_known_one_are_named_and_deepspeed_stages_are_read(
         settings |= {"bf16": False, "tf32": True, "saves_per_epoch": 0.001}
         settings["datasets"] = [{"path": "d", "frobnicate": 3, "roles": {"user": ["human"]}}]
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-        assert run("convert", f"{name}.yaml") == 0
+        assert run_here("convert", f"{name}.yaml") == 0
         said[name] = capsys.readouterr().out
     for text in said.values():
         assert "not converted: datasets[0].frobnicate = 3: not known" in text
@@ -392,4 +377,4 @@ def test_merged_keys_are_no_repeated_keys(tmp_path):
     text = "model_name_or_path: m\ndataset_name: d\nbase: &b {k: 1}\n"
     text += "x: {deep: &a {<<: *b, k: 2}}\nlr_scheduler_kwargs: {<<: *a}\nlearning_rate: 1e-5"
     (tmp_path / "c.yaml").write_text(text)
-    assert run("convert", tmp_path / "c.yaml", "--from", "trl") == 0
+    assert run_here("convert", tmp_path / "c.yaml", "--from", "trl") == 0

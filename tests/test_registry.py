@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from plugin_packages import LOUD, activate, install
+from plugin_packages import LOUD, activate, install, tables_with
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
@@ -51,12 +52,7 @@ class Answers:
 @pytest.fixture
 def company(tmp_path, monkeypatch):
     """Give `company(name=source, ...)`: installs plugins, returns tables of a recipe with them."""
-
-    def make(**plugins):
-        activate(install(tmp_path / "sites", **plugins), monkeypatch)
-        return {**tiny_tables(tmp_path), "plugins": {name: {} for name in plugins}}
-
-    return make
+    return partial(tables_with, tmp_path, monkeypatch)
 
 
 def refused(tables, without=()):

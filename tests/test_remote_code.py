@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import tiny_tables, write_recipe
+from conftest import run_here, tiny_tables, write_recipe
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -107,15 +107,6 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
     }
 
 
-def ended(*words: object) -> int:
-    """Run a command in this process; return its exit code."""
-    try:
-        cli.main([str(word) for word in words])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_no_command_runs_the_code_of_someone_else_s_model(foreign, tmp_path, capsys, monkeypatch):
     runs, recipe, marker = foreign
     # transformers would ask whoever sits there, and take a typed "y".
@@ -127,7 +118,7 @@ def test_no_command_runs_the_code_of_someone_else_s_model(foreign, tmp_path, cap
     assert {*asked} == {*names, *(group.name for group in cli.app.registered_groups)}
     for name, calls in asked.items():
         for words in calls:
-            ended(name, *words)
+            run_here(name, *words)
             assert not marker.exists(), [name, *words]
     told = capsys.readouterr().err
     assert "Traceback" not in told
@@ -143,5 +134,5 @@ def test_remote_code_runs_where_the_user_trusts_it(foreign, tmp_path, command):
         "export": [runs / "stopped", "--to", tmp_path / "to", "--trust-remote-code"],
         "check": [recipe, "model.trust_remote_code=true"],
     }
-    ended(command, *words[command])
+    run_here(command, *words[command])
     assert marker.exists()

@@ -145,7 +145,7 @@ def test_all_weights_are_trained_saved_and_resumed(start, tmp_path):
     # Going on from this model, they are there already.
     said = must_succeed(
         start, f"output={tmp_path / 'on'}", f"model.path={json.dumps(str(run / 'model'))}"
-    )
+    ).stdout
     assert "model.add_tokens: the tokenizer has these already: </think>, <think>" in said
     assert load(tmp_path / "on/model")[0].config.vocab_size == old + 2
 
@@ -169,7 +169,7 @@ def test_texts_that_cannot_be_tokens_are_refused(start, token, says):
 def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained):
     run = tmp_path / "run"
     words = ("plugins.lora.r=4", f"plugins.lora.train_new_tokens={str(trained).lower()}")
-    said = must_succeed(start, f"output={run}", *words, "checkpoint.every=2")
+    said = must_succeed(start, f"output={run}", *words, "checkpoint.every=2").stdout
     assert ("rows of 2 new tokens trained" in said) == trained
     warning = "warning: plugin lora: rows of 2 new tokens are frozen; train_new_tokens = true"
     assert (warning in said) != trained
@@ -184,7 +184,7 @@ def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained)
         assert (moved > 1e-3) == trained and len(rows) == old + 2
     assert len(answer(merged, tokenizer)[0]) > 1
     said = [
-        must_succeed("chat", folder, "--ask", "<think>", "--max-tokens", "5")
+        must_succeed("chat", folder, "--ask", "<think>", "--max-tokens", "5").stdout
         for folder in (run, run / "merged")
     ]
     assert said[0] == said[1]
@@ -198,7 +198,9 @@ def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):
     pair = {"prompt": "say", "chosen": "<think>a</think>", "rejected": "b"}
     data = f"data.source={json.dumps(str(write_jsonl(tmp_path / 'pairs.jsonl', [pair] * 8)))}"
     run, words = tmp_path / "run", ("plugins.lora.train_new_tokens=true", "plugins.reward={}")
-    assert "rows of 2 new tokens trained" in must_succeed(start, f"output={run}", data, *words)
+    assert (
+        "rows of 2 new tokens trained" in must_succeed(start, f"output={run}", data, *words).stdout
+    )
     must_succeed("export", run, "--merge")
     merged = AutoModelForSequenceClassification.from_pretrained(run / "merged")
     base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")

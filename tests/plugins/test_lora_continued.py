@@ -212,7 +212,7 @@ def recipe_of(trained, folder, rows=None, **plugins):
 def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     recipe = recipe_of(trained, tmp_path)
     whole, again = tmp_path / "whole", tmp_path / "again"
-    said = must_succeed(recipe, f"output={whole}", "checkpoint.every=2")
+    said = must_succeed(recipe, f"output={whole}", "checkpoint.every=2").stdout
     assert "modules with adapters of rank 4" in said and "warning: plugins.lora" not in said
     merged = json.dumps(str(trained / "merged"))
     alone = write_recipe(
@@ -231,7 +231,7 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     # Of another base, the run says so.
     said = must_succeed(
         recipe, f"output={tmp_path / 'other'}", f"model.path={merged}", "train.steps=1"
-    )
+    ).stdout
     assert f"was trained on {trained / 'base/model'} (revision main), and model.path" in said
 
 
@@ -248,7 +248,7 @@ def test_sharded_ranks_go_on_alike(trained, tmp_path, kind):
 def test_the_reference_of_dpo_is_the_model_before_training(trained, tmp_path):
     recipe = recipe_of(trained, tmp_path, pairs(16), dpo={"beta": 0.5})
     merged = json.dumps(str(trained / "merged"))
-    said = must_succeed(recipe, f"output={tmp_path / 'own'}", "checkpoint.every=2")
+    said = must_succeed(recipe, f"output={tmp_path / 'own'}", "checkpoint.every=2").stdout
     assert "reference: the model with the adapters before training" in said
     must_succeed(recipe, f"output={tmp_path / 'loaded'}", f"plugins.dpo.reference={merged}")
     own = curve(tmp_path / "own")
@@ -261,7 +261,9 @@ def test_the_reference_of_dpo_is_the_model_before_training(trained, tmp_path):
     must_succeed(
         bare, f"output={tmp_path / 'bare'}", stored, "plugins.arrow_cache={}", "train.steps=1"
     )
-    said = must_succeed(recipe, f"output={tmp_path / 'stored'}", stored, "plugins.arrow_cache={}")
+    said = must_succeed(
+        recipe, f"output={tmp_path / 'stored'}", stored, "plugins.arrow_cache={}"
+    ).stdout
     assert "16 of 16 pairs computed" in said
     assert curve(tmp_path / "stored") == pytest.approx(own, rel=1e-4)
     checkpoint = tmp_path / "own/checkpoints/step-000002"

@@ -6,11 +6,13 @@ import shutil
 import pytest
 import torch
 from conftest import (
+    ANSWERS,
     must_succeed,
     only_full,
     read_metrics,
     read_record,
     run_launch,
+    tables_by_heart,
     tiny_tables,
     write_recipe,
 )
@@ -24,26 +26,14 @@ from plugsft.plugins.samples import read_prompts
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
-ANSWERS = {
-    "What is red?": "Blood and roses.",
-    "What is blue, please?": "The sky,\nand the sea.",
-    "Who?": "Me.",
-    "And what is green, if I may ask?": "Grass and leaves and frogs.",
-}
 WORDS = [word for question in ANSWERS for word in ("--ask", question)]
 STEPS = 60
 
 
 def tables_of(folder, **plugins):
     """Return the tables of a run that learns its answers by heart, with samples."""
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in ANSWERS.items()
-    ]
-    tables = tiny_tables(folder, rows)
-    tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
-    tables["data"]["max_length"] = 128
-    tables["train"] |= {"batch_size": 4, "micro_batch": 2, "steps": STEPS, "learning_rate": 1e-2}
+    tables = tables_by_heart(folder, STEPS)
+    tables["train"]["micro_batch"] = 2
     tables["checkpoint"] = {"every": 20}
     tables["plugins"] = {"samples": {"prompts": [*ANSWERS], "every": 20}, **plugins}
     if "bfd_packing" in plugins:
