@@ -134,7 +134,8 @@ class Chat:
         if self.train_on == "all":
             _ensure_context(chat, messages, text)
             self._ensure_all_calls(messages, answers, variables, text)
-            untrained = self._untrained(chat, answers)
+            _refuse_flags(chat, answers, False, "not to be trained; only the assistant's can be")
+            untrained = [n for n, flag in chat.flags.items() if not flag]
             spans = self._spans(text, self._find(messages, variables, untrained))
             return RenderedChat([(text, _complement(spans, len(text)))])
         chosen = self._trained(chat, answers)
@@ -255,27 +256,13 @@ class Chat:
 
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """Return the assistant's messages that are trained."""
-        if wrong := [n for n, flag in chat.flags.items() if flag and n not in answers]:
-            raise BadRow(
-                f"a turn of the {chat.messages[wrong[0]]['role']} is to be trained; only the "
-                "assistant's are"
-            )
+        _refuse_flags(chat, answers, True, "to be trained; only the assistant's are")
         last = answers[-1:] if self.train_on == "last" else answers
         candidates = [n for n in last if n >= chat.num_prompt]
         trained = [n for n in candidates if chat.flags.get(n, True)]
         if candidates and not trained:
             raise BadRow("no trained token: the row's own flags leave nothing")
         return trained
-
-    def _untrained(self, chat: Conversation, answers: list[int]) -> list[int]:
-        """Return the messages that are not trained although `train_on` is "all"."""
-        untrained = [n for n, flag in chat.flags.items() if not flag]
-        if wrong := [n for n in untrained if n not in answers]:
-            raise BadRow(
-                f"a turn of the {chat.messages[wrong[0]]['role']} is not to be trained; only the "
-                "assistant's can be"
-            )
-        return untrained
 
     def _variables_of(self, chat: Conversation) -> dict[str, Any]:
         if chat.tools is None and not chat.variables:
@@ -304,6 +291,12 @@ class Chat:
             return "!answer!" in self.write([ASK, ANSWER], self.variables)[0]
         except BadRow:
             return False
+
+
+def _refuse_flags(chat: Conversation, answers: list[int], value: bool, what: str) -> None:
+    """Refuse a flag of this value at a turn that is not the assistant's."""
+    if wrong := [n for n, flag in chat.flags.items() if flag == value and n not in answers]:
+        raise BadRow(f"a turn of the {chat.messages[wrong[0]]['role']} is {what}")
 
 
 def _find_once(

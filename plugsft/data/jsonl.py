@@ -6,6 +6,7 @@ one bad row and does not stop the reading of the file.
 
 from array import array
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,13 +31,9 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def select(self, rows: "Ints | slice") -> "JsonLines":
-        """Return the rows of these numbers."""
-        return JsonLines(self.path, self.starts[rows], self.stops[rows])
-
     def part(self, start: int, stop: int) -> "JsonLines":
         """Return a range of the rows; only offsets are sent to other processes."""
-        return self.select(slice(start, stop))
+        return JsonLines(self.path, self.starts[start:stop], self.stops[start:stop])
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows, or None for a row that is not a JSON object."""
@@ -75,10 +72,6 @@ class RowList:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def select(self, rows: Ints) -> "RowList":
-        """Return the rows of these numbers."""
-        return RowList([self._rows[number] for number in rows], self._size)
-
     def part(self, start: int, stop: int) -> "RowList":
         """Return a range of the rows."""
         return RowList(self._rows[start:stop], self._size)
@@ -90,6 +83,36 @@ class RowList:
     def sizes(self) -> Ints:
         """Return the average size of a row in bytes, for each row."""
         return np.full(len(self), self._size)
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of several files, or of several ranges of one."""
+
+    parts: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a range of the rows: of one of the parts, where it lies in one."""
+        cut, offset = [], 0
+        for rows in self.parts:
+            begin, end = max(start - offset, 0), min(stop - offset, len(rows))
+            if begin < end:
+                cut.append(rows.part(begin, end))
+            offset += len(rows)
+        return cut[0] if len(cut) == 1 else JoinedRows(tuple(cut))
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows, or None for a row that is not a JSON object."""
+        rows = self.part(start, stop)
+        parts = rows.parts if isinstance(rows, JoinedRows) else (rows,)
+        return [row for part in parts for row in part.read(0, len(part))]
+
+    def sizes(self) -> Ints:
+        """Return the size of each row in bytes, approximately."""
+        return np.concatenate([np.zeros(0, np.int64), *(rows.sizes() for rows in self.parts)])
 
 
 class LateRows:

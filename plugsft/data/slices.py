@@ -101,11 +101,33 @@ class ShardWriter:
 
     def tokenize(self, part: Slice) -> Shard:
         """Call it; name the row that an error comes from."""
-        return tokenize_slice(part, self)
+        with _collector_off():
+            try:
+                return self(part)
+            except PlugsftError:
+                raise  # its message names the rows
+            except Exception as error:
+                for offset in range(len(part.rows)):
+                    row, one = part.start + offset, part.rows.part(offset, offset + 1)
+                    try:
+                        self(replace(part, start=row, stop=row + 1, rows=one))
+                    except Exception as row_error:
+                        row_error.add_note(f"at {self.where(part)}: it was row {row:,}")
+                        raise row_error from None
+                error.add_note(f"at {self.where(part)}")
+                raise
 
     def attempt(self, part: Slice) -> SliceResult:
         """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
-        return try_slice(part, self)
+        try:
+            return SliceResult(self.tokenize(part))
+        except Exception as error:  # a plugin may raise any error; the main process ends the run
+            trace = "".join(traceback.format_exception(error))
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            return SliceResult(None, error, trace)
 
     def cut(self, sources: Sequence[OpenSource]) -> list[Slice]:
         """Cut sources into slices; refuse configured columns that no row has."""
@@ -441,38 +463,6 @@ def align_pairs(encoded: Encoded, rendered: Rendered, mask: Mask) -> None:
         prefix = max(1, shared_prefix(encoded.ids, mask, start, middle, stop))
         mask[start + prefix : start + int(mask[start:middle].argmax())] = True
         mask[middle + prefix : middle + int(mask[middle:stop].argmax())] = True
-
-
-def try_slice(part: Slice, work: ShardWriter) -> SliceResult:
-    """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
-    try:
-        return SliceResult(tokenize_slice(part, work))
-    except Exception as error:  # a plugin may raise any error; the main process ends the run
-        trace = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return SliceResult(None, RuntimeError(f"{type(error).__name__}: {error}"), trace)
-        return SliceResult(None, error, trace)
-
-
-def tokenize_slice(part: Slice, work: ShardWriter) -> Shard:
-    """Tokenize a slice; name the row that an error comes from."""
-    with _collector_off():
-        try:
-            return work(part)
-        except PlugsftError:
-            raise  # its message names the rows
-        except Exception as error:
-            for offset in range(len(part.rows)):
-                row, one = part.start + offset, part.rows.part(offset, offset + 1)
-                try:
-                    work(replace(part, start=row, stop=row + 1, rows=one))
-                except Exception as row_error:
-                    row_error.add_note(f"at {work.where(part)}: it was row {row:,}")
-                    raise row_error from None
-            error.add_note(f"at {work.where(part)}")
-            raise
 
 
 @contextmanager

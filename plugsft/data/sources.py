@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
 from ..recipe.tables import Data, Source
-from .jsonl import JsonLines, LateRows, RowList, ensure_rows, find_lines
+from .jsonl import JoinedRows, JsonLines, LateRows, RowList, ensure_rows, find_lines
 from .render import lead_row
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -123,12 +123,15 @@ class FileSource(LateRows):
         self._path, self._split, self._where, self._array = path, split, where, rows
 
     @cached_property
-    def _rows(self) -> JsonLines | RowList:
-        rows = find_lines(self._path) if self._array is None else self._array
+    def _rows(self) -> JsonLines | RowList | JoinedRows:
+        rows: Any = find_lines(self._path) if self._array is None else self._array
         if not len(rows):
             raise DataError(f"{self._where}: only blank lines; name a file with rows")
-        selected = rows.select(_row_numbers(self._split, len(rows), self._where))
-        return ensure_rows(selected, self._where, self._split)
+        if self._split != "train":
+            from .readers.dataset import take_split
+
+            rows = take_split(rows, self._split, self._where)
+        return ensure_rows(rows, self._where, self._split)  # type: ignore[no-any-return]
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -147,13 +150,3 @@ def _read_array(path: Path, where: str) -> RowList | None:
         return None
     rows = rows if isinstance(rows, list) else [rows]
     return RowList(rows, len(content) // max(1, len(rows)))
-
-
-def _row_numbers(split: str, count: int, where: str) -> Ints:
-    """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
-    if split == "train":
-        return np.arange(count)
-    from .readers.dataset import ranges_of
-
-    ranges = ranges_of(split, {"train": count}, where)
-    return np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ranges])

@@ -81,17 +81,10 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
             raise BadRow(f"'{name}', which the first rows of the source lack")
     if row.get(DOCUMENTS) is not None:
         raise DataError(_packed(f"'{DOCUMENTS}'"))
-    lists = {name: _integers(row, name) for name in (IDS, *own)}
-    for name in (PADDING, PLACES):
-        if row.get(name) is not None:
-            lists[name] = _integers(row, name)
-    ids = lists[IDS]
+    ids = _integers(row, IDS)
     if not len(ids):
         raise BadRow("no token")
-    for name, values in lists.items():
-        if len(values) != len(ids):
-            raise BadRow(f"'{name}' is not as long as '{IDS}'")
-    if (ids < 0).any() or (ids >= vocabulary).any():
+    if ids.min() < 0 or ids.max() >= vocabulary:
         raise BadRow(
             f"a token id outside of the tokenizer's {vocabulary:,} entries: another tokenizer made "
             "these rows; name it in model.tokenizer"
@@ -99,22 +92,23 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
     places = np.arange(len(ids))
     mask = places > 0  # nothing predicts a first token
     for name in own:
-        values = lists[name]
-        if name == LABELS:
-            if ((values != ids) & (values != UNTRAINED)).any():
-                raise BadRow(
-                    f"a label is neither {UNTRAINED} nor its own token: write labels unshifted"
-                )
-            mask &= values != UNTRAINED
-        else:
-            if ((values != 0) & (values != 1)).any():
-                raise BadRow(f"'{name}' holds values other than 0 and 1")
-            mask &= values != 0
-    padding = lists.get(PADDING, np.ones_like(ids))
+        values = _integers(row, name, len(ids))
+        yes, no = (ids, UNTRAINED) if name == LABELS else (np.ones_like(ids), 0)
+        if ((values != yes) & (values != no)).any():
+            wrong = f"'{name}' holds values other than 0 and 1"
+            if name == LABELS:
+                wrong = f"a label is neither {no} nor its own token: write labels unshifted"
+            raise BadRow(wrong)
+        mask &= values != no
+    padding, given = np.ones_like(ids), places
+    if row.get(PADDING) is not None:
+        padding = _integers(row, PADDING, len(ids))
+    if row.get(PLACES) is not None:
+        given = _integers(row, PLACES, len(ids))
     shown = padding > 0
-    if (padding > 1).any():
+    if padding.max() > 1:
         raise DataError(_packed(f"numbers of documents in '{PADDING}'"))
-    if (shown & (lists.get(PLACES, places) != places)).any():
+    if (given != places)[shown].any():
         raise DataError(_packed(f"'{PLACES}' that do not count up from 0"))
     size = int(shown.sum())
     if not shown[:size].all():
@@ -122,7 +116,7 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
     return ids[:size], mask[:size]
 
 
-def _integers(row: Row, name: str) -> Ints:
+def _integers(row: Row, name: str, size: int | None = None) -> Ints:
     """Return a list of integers as an array."""
     if row.get(name) is None:
         raise BadRow(f"no '{name}', which other rows have")
@@ -132,6 +126,8 @@ def _integers(row: Row, name: str) -> Ints:
         values = np.zeros(())
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
         raise BadRow(f"'{name}' is not a list of integers")
+    if size not in (None, len(values)):
+        raise BadRow(f"'{name}' is not as long as '{IDS}'")
     return values.astype(np.int64)
 
 

@@ -12,7 +12,7 @@ from ...base.checksums import cached_file_digest, digest
 from ...base.errors import DataError, reason_of
 from ...base.types import Ints, Row, Rows
 from ...recipe.tables import Source
-from ..jsonl import without_none
+from ..jsonl import JoinedRows, without_none
 
 
 class DatasetRows:
@@ -105,6 +105,12 @@ def ranges_of(split: str, sizes: dict[str, int], where: str) -> list[tuple[str, 
             f"{where}: split '{split}' is not understood; {splits}; write its slices as "
             f"train[:100] or train[-5%:] ({reason_of(error)})"
         ) from error
+
+
+def take_split(rows: Rows, split: str, where: str) -> JoinedRows:
+    """Return the rows of "train[10:20%]" of a file, which is one split named train."""
+    ranges = ranges_of(split, {"train": len(rows)}, where)
+    return JoinedRows(tuple(rows.part(each.start, each.stop) for _, each in ranges))
 
 
 def parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:

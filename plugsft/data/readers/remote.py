@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from ...base.checksums import digest
 from ...base.errors import DataError
-from ...base.types import Ints, Row, Rows
+from ...base.types import Ints, Row
 from ...recipe.tables import Source
-from ..jsonl import JsonLines, LateRows, ensure_rows, find_lines, without_none
+from ..jsonl import JoinedRows, JsonLines, LateRows, ensure_rows, find_lines, without_none
 
 T = TypeVar("T")
 ENDINGS = (".jsonl", ".parquet")
@@ -274,36 +274,6 @@ class ParquetRows:
         return np.full(len(self), self.size)
 
 
-@dataclass(frozen=True)
-class JoinedRows:
-    """Rows of several objects."""
-
-    parts: tuple[Any, ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows: of one object, where it lies in one."""
-        cut, offset = [], 0
-        for rows in self.parts:
-            begin, end = max(start - offset, 0), min(stop - offset, len(rows))
-            if begin < end:
-                cut.append(rows.part(begin, end))
-            offset += len(rows)
-        return cut[0] if len(cut) == 1 else JoinedRows(tuple(cut))
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        rows = self.part(start, stop)
-        parts = rows.parts if isinstance(rows, JoinedRows) else (rows,)
-        return [row for part in parts for row in part.read(0, len(part))]
-
-    def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
-        return np.concatenate([np.zeros(0, np.int64), *(rows.sizes() for rows in self.parts)])
-
-
 class RemoteSource(LateRows):
     """The rows of one object, of a folder or of a pattern."""
 
@@ -326,10 +296,9 @@ class RemoteSource(LateRows):
     def _rows(self) -> JoinedRows:
         rows = explained(lambda: JoinedRows(tuple(map(self._open, self._objects))), self._where)
         if self._split != "train":
-            from .dataset import ranges_of
+            from .dataset import take_split
 
-            ranges = ranges_of(self._split, {"train": len(rows)}, self._where)
-            rows = JoinedRows(tuple(rows.part(each.start, each.stop) for _, each in ranges))
+            rows = take_split(rows, self._split, self._where)
         return ensure_rows(rows, self._where, self._split)
 
     def _open(self, address: Address) -> JsonLines | ParquetRows:
