@@ -3,10 +3,10 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,6 @@ THINKING: tuple[Row, ...] = (
 )
 """Variables by which templates let a model think."""
 ANSWER: Row = {"role": "assistant", "content": "!answer!"}
-
-
-Known = dict[str, Turn] | None
-"""The turns that were found in other chats with the same beginning."""
 
 
 class TemplateRefusal(BadRow):
@@ -115,10 +111,10 @@ class Chat:
             return self.render_alone(chat)
         return self.outlines.find(chat)
 
-    def render_alone(self, chat: Conversation, known: Known = None) -> RenderedChat:
-        """Render a conversation turn by turn, but for turns that are known."""
+    def render_alone(self, chat: Conversation) -> RenderedChat:
+        """Render a conversation turn by turn."""
         if not chat.has_calls:
-            return self._render(chat, chat.messages, known)
+            return self._render(chat, chat.messages)
         errors = []
         for messages in call_variants(chat.messages):
             try:
@@ -127,7 +123,7 @@ class Chat:
                 errors.append(error)
         raise errors[0]
 
-    def _render(self, chat: Conversation, messages: list[Row], known: Known = None) -> RenderedChat:
+    def _render(self, chat: Conversation, messages: list[Row]) -> RenderedChat:
         variables = self._variables_of(chat)
         text, marks = self.write(messages, variables)
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
@@ -144,7 +140,7 @@ class Chat:
             warnings = [it for answer in answers for it in _lost_thoughts(messages[answer], text)]
             return RenderedChat([(text, self._marked(marks, answers, chosen))], warnings)
         _ensure_context(chat, messages, text)
-        turns = self._find(messages, variables, chosen, known)
+        turns = self._find(messages, variables, chosen)
         self._ensure_all_calls(messages, {*answers} - {*chosen}, variables, text)
         warnings = []
         for number, turn in zip(chosen, turns, strict=True):
@@ -197,7 +193,6 @@ class Chat:
         messages: list[Row],
         variables: dict[str, Any],
         chosen: list[int],
-        known: Known = None,
     ) -> list[Turn]:
         """Return the turns as they are served."""
         if len(chosen) > MAX_ANSWERS:
@@ -207,10 +202,8 @@ class Chat:
             )
 
         try:
-            find = self._finder(variables).find
-            if known is not None:
-                find = partial(_find_once, find, known)
-            return [find(messages, number) for number in chosen]
+            finder = self._finder(variables)
+            return [finder.find(messages, number) for number in chosen]
         except Unserved as error:
             raise BadRow(f"{error}{self._cure(messages, variables, chosen)}") from None
 
@@ -297,16 +290,6 @@ def _refuse_flags(chat: Conversation, answers: list[int], value: bool, what: str
     """Refuse a flag of this value at a turn that is not the assistant's."""
     if wrong := [n for n, flag in chat.flags.items() if flag == value and n not in answers]:
         raise BadRow(f"a turn of the {chat.messages[wrong[0]]['role']} is {what}")
-
-
-def _find_once(
-    find: Callable[[list[Row], int], Turn], known: dict[str, Turn], messages: list[Row], number: int
-) -> Turn:
-    # What is behind the next message changes nothing.
-    beginning = f"{number} {messages[: number + 2]}"
-    if beginning not in known:
-        known[beginning] = find(messages, number)
-    return known[beginning]
 
 
 def _compile(source: str) -> CompiledTemplate:

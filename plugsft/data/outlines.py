@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise
 
 from ..base.types import Row, Span
 from .formats import BadRow, Conversation
-from .turns import Turn
 
 OPEN, CLOSE = "\u2045", "\u2046"
 """Around the number of a message while an outline is made: brackets that no template writes."""
@@ -64,8 +63,8 @@ class Outlines:
     """The outlines of chats under one template."""
 
     write: Callable[[list[Row]], str]
-    render: Callable[..., RenderedChat]
-    """Renders a chat as a server would, turn by turn, but for turns that are known."""
+    render: Callable[[Conversation], RenderedChat]
+    """Renders a chat as a server would, turn by turn."""
     harmful: set[str]
     """What changes more than itself where it stands among words: stop tokens, for instance."""
     searched: set[str]
@@ -74,8 +73,6 @@ class Outlines:
     """Shape -> outline; None where there is none."""
     spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     """White space around {} -> what of it is of the words, and what is of the shape."""
-    turns: dict[str, Turn] = field(default_factory=dict)
-    """The beginning of a chat with places for words -> its last turn."""
     filled: int = 0
     """Number of chats."""
 
@@ -116,7 +113,6 @@ class Outlines:
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
                 self.known = {}
-                self.turns = {}
             self.known[shape] = self._make(chat, around)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
@@ -136,7 +132,7 @@ class Outlines:
             for message, form, place in zip(chat.messages, around, places, strict=True)
         ]
         try:
-            rendered = self.render(replace(chat, messages=messages), self.turns)
+            rendered = self.render(replace(chat, messages=messages))
         except BadRow:
             return None
         texts = []
