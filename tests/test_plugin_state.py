@@ -254,6 +254,6 @@ def test_what_differs_between_ranks_is_refused_by_name_at_a_resume(answers):
     for kind in ("DDP", "one process"):
         for refusals in answers[kind]:
             group, state = refusals["group"], refusals["state"]
-            assert "AdamW's 'noise' of parameter group 1 differs between ranks" in group
-            assert "AdamW's state 'noise' of model.norm.weight differs between ranks" in state
+            assert "optimizers/0/settings/2/noise/list/1 differs between ranks" in group
+            assert "states/model.norm.weight/noise/values differs between ranks" in state
             assert "cannot be resumed" in state and "in another output folder" in state

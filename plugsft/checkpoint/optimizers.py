@@ -6,7 +6,7 @@ made: a setting that the user changes before a resume counts.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, cast
@@ -188,21 +188,6 @@ def settings_of(encode: Encoder, optimizer: Optimizer, folder: str) -> list[Valu
             except Unstorable:
                 continue
     return described
-
-
-def named_parts(described: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an optimizer's description, by names for messages."""
-    owner = described["class"]
-    for name, state in described["states"].items():
-        for key, value in state.items():
-            yield f"{owner}'s {state_name(name, key)}", value
-    attributes, *groups = described["settings"]
-    for number, group in enumerate(groups):
-        for key, value in group.items():
-            yield f"{owner}'s '{key}' of parameter group {number}", value
-    for key in ("shared", "extra"):
-        yield f"{owner}'s {key} values", described[key]
-    yield f"{owner}'s attributes", attributes
 
 
 def state_name(name: str, key: str) -> str:

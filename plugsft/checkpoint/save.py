@@ -32,15 +32,14 @@ from ..base.atomic import (
     write_json,
     writing,
 )
-from ..base.checksums import digest
 from ..base.console import say
 from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
-from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
+from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from .files import ShardReader, Shards, host_has_room, owned_shards, stage, write_shards
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock, read_json
-from .state import TrainState, named_parts
+from .state import TrainState
 from .tree import copy_state
 
 
@@ -332,12 +331,21 @@ def ensure_one_output(accelerator: Accelerator, recipe: Recipe) -> None:
 
 
 def find_difference(accelerator: Accelerator, described: Mapping[str, Any]) -> str:
-    """Name the first part of the state that differs between ranks."""
-    mine = {name: digest(value) for name, value in named_parts(described).items()}
-    reports = gathered(accelerator, mine)
-    names = dict.fromkeys(name for report in reports for name in report)
-    differing = [name for name in names if len({report.get(name) for report in reports}) > 1]
-    return f"{(differing or ['the state'])[0]} differs between ranks"
+    """Name the first part of the state in which a rank differs from the main process."""
+    paths = gathered(accelerator, first_difference(from_main(described), described))
+    return f"{next(filter(None, paths))} differs between ranks"
+
+
+def first_difference(one: Any, other: Any) -> str:
+    """Return the path to the first difference between two descriptions, or ""."""
+    if isinstance(one, list) and isinstance(other, list):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in {**one, **other}:
+            # NaN differs from itself, but not as text.
+            if json.dumps(one.get(key)) != json.dumps(other.get(key)):
+                return f"{key}/{first_difference(one.get(key), other.get(key))}".rstrip("/")
+    return ""
 
 
 def stamps_file(folder: Path, rank: int) -> Path:

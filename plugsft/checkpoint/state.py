@@ -10,7 +10,6 @@ from ..base.errors import CheckpointError, PluginError
 from ..model.tensor_shards import TensorShard
 from ..ranks.loss_scale import LossScale
 from ..ranks.weights import Weights, ZeroWeights
-from . import optimizers
 from .files import ShardReader
 from .optimizers import FOLDER, OptimizerState, ZeroOptimizerState
 from .tree import Decoder, Encoder, Unstorable, where_in_plugin
@@ -101,16 +100,6 @@ def ensure_same_parameters(
     """Refuse a checkpoint in which other parameters were trained."""
     if differing := {*named} ^ {*saved}:
         raise reader.mismatch(min(differing))
-
-
-def named_parts(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a description by names for messages."""
-    parts: dict[str, Any] = {"the trained weights": described["weights"]}
-    for plugin, state in described["plugin_states"].items():
-        parts[f"the state of plugin '{plugin}'"] = state
-    for optimizer in described["optimizers"]:
-        parts |= optimizers.named_parts(optimizer)
-    return parts
 
 
 def _describe_plugin(encode: Encoder, name: str, state: Any) -> Any:
