@@ -61,17 +61,17 @@ class Tokens:
             buffer = self._open(index_file, self.facts["index"])
             index = pa.ipc.open_stream(buffer).read_next_batch()
             columns = [numpy_of(column) for column in index.columns]
-            self.lengths, self.first_lengths, self.prefixes, self.targets, self.rows = columns[:5]
+            self.lengths, self._first_lengths, self._prefixes, self.targets, self.rows = columns[:5]
             types = sorted(self.facts["columns"].items())
             self.columns: dict[str, NDArray[Any]] = {
                 name: values.astype(kind, copy=False)
                 for (name, kind), values in zip(types, columns[5:], strict=True)
             }
             """The columns of `render`, and those that plugins add before step 1."""
-        self.spans: tuple[Ints, Ints, Ints] | None = None
+        self._spans: tuple[Ints, Ints, Ints] | None = None
         """Of a view, the spans of each example: [examples, spans] numbers of examples on disk,
         tokens to skip, lengths."""
-        self.seen = np.zeros_like(self.lengths)
+        self._seen = np.zeros_like(self.lengths)
         """The tokens of its first sequence that the second one of an example begins with."""
         self.denominators = self.targets
         """What each example adds to the divisor of a step's loss, times its weight: its targets
@@ -90,8 +90,8 @@ class Tokens:
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the concatenated tokens of examples and their loss mask."""
         numbers, skips, lengths = examples, np.zeros_like(examples), self.lengths[examples]
-        if self.spans is not None:
-            numbers, skips, lengths = (column[examples].ravel() for column in self.spans)
+        if self._spans is not None:
+            numbers, skips, lengths = (column[examples].ravel() for column in self._spans)
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         inside = numbers - self._shard_offsets[shards]
         columns = np.stack([shards, inside, skips, lengths], 1)
@@ -133,7 +133,7 @@ class Tokens:
         """Return the columns that `plan_batches` gets: these, and the shapes of examples."""
         first, second = self.lengths, np.zeros_like(self.lengths)
         if self.facts["pairs"]:
-            first, second = self.first_lengths, self.lengths - self.first_lengths
+            first, second = self._first_lengths, self.lengths - self._first_lengths
         shapes = {"longest": np.maximum(first, second), "sequences": 1 + (second > 0)}
         if taken := self.columns.keys() & shapes.keys():
             raise PluginError(
@@ -149,7 +149,7 @@ class Tokens:
         lengths = self.lengths[examples]
         if not self.facts["pairs"]:
             return lengths, np.zeros_like(lengths)
-        first, seen = self.first_lengths[examples], self.seen[examples]
+        first, seen = self._first_lengths[examples], self._seen[examples]
         exists = np.stack([np.ones_like(first), first < lengths], 1).astype(np.bool_)
         counts = np.stack([first, lengths - first], 1)[exists]
         return counts, np.stack([np.zeros_like(seen), seen], 1)[exists]
@@ -160,10 +160,10 @@ class Tokens:
 
     def source_of(self, number: int) -> tuple[int, int]:
         """Return the source of an example, and its row in the source."""
-        source = int(np.searchsorted(self.source_offsets(), number, "right")) - 1
+        source = int(np.searchsorted(self._source_offsets(), number, "right")) - 1
         return source, int(self.rows[number])
 
-    def source_offsets(self) -> Ints:
+    def _source_offsets(self) -> Ints:
         """Return where the examples of each source begin, and their number."""
         return offsets_of([source["examples"] for source in self.facts["sources"]])
 

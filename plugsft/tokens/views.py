@@ -17,12 +17,12 @@ def cut(
 
     `targets` are their numbers of targets. Default: count them.
     """
-    assert tokens.spans is None, "these tokens are cut already"
+    assert tokens._spans is None, "these tokens are cut already"
     assert not tokens.facts["pairs"], "pairs cannot be cut"
     result = copy.copy(tokens)
-    result.spans = numbers[:, None], skips[:, None], lengths[:, None]
-    result.lengths = result.first_lengths = lengths
-    result.rows, result.seen = tokens.rows[numbers], tokens.seen[numbers]
+    result._spans = numbers[:, None], skips[:, None], lengths[:, None]
+    result.lengths = result._first_lengths = lengths
+    result.rows, result._seen = tokens.rows[numbers], tokens._seen[numbers]
     result.targets = tokens.targets[numbers].copy() if targets is None else targets
     shorter = lengths < tokens.lengths[numbers]
     for number in np.flatnonzero(shorter).tolist() if targets is None else []:
@@ -31,7 +31,7 @@ def cut(
         result.targets[number] = np.count_nonzero(mask[1:])
     result.denominators = result.targets
     result.columns = {name: values[numbers] for name, values in tokens.columns.items()}
-    counts = np.diff(np.searchsorted(numbers, tokens.source_offsets()))
+    counts = np.diff(np.searchsorted(numbers, tokens._source_offsets()))
     sources = [
         {**source, "examples": int(count)}
         for source, count in zip(tokens.facts["sources"], counts, strict=True)
@@ -45,13 +45,13 @@ def share_prompts(tokens: Tokens) -> Tokens:
 
     Its last token stays in both: it predicts the first target of each answer.
     """
-    result, first = copy.copy(tokens), tokens.first_lengths
-    result.seen = np.maximum(tokens.prefixes - 1, 0)
-    result.lengths = tokens.lengths - result.seen
+    result, first = copy.copy(tokens), tokens._first_lengths
+    result._seen = np.maximum(tokens._prefixes - 1, 0)
+    result.lengths = tokens.lengths - result._seen
     numbers = np.arange(len(tokens))
-    result.spans = (
+    result._spans = (
         np.stack([numbers, numbers], 1),
-        np.stack([np.zeros_like(first), first + result.seen], 1),
+        np.stack([np.zeros_like(first), first + result._seen], 1),
         np.stack([first, result.lengths - first], 1),
     )
     return result
