@@ -23,6 +23,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MptConfig,
+    OpenAIGPTConfig,
     Phi3Config,
     Qwen3MoeConfig,
     XGLMConfig,
@@ -30,18 +31,16 @@ from transformers import (
 
 from plugsft import Capability, RecipeError
 from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
+from plugsft.plugins.bfd_packing.layers import build_layers
 from plugsft.plugins.bfd_packing.packer import Longest
 from plugsft.plugins.bfd_packing.proof import (
     NO_LIMIT_REACHED,
     OWN_CODE,
     ROUTED,
-    build_small_copy,
-    cached_probe,
-    find_problem,
     limits,
-    probe_copy,
+    probe_layers,
+    prove_on_layers,
     prove_on_model,
-    prove_on_small_copy,
 )
 
 PACKING = Capability("bfd_packing", "capacity", None)
@@ -52,7 +51,7 @@ SPARSE = CONFIG_MAPPING["minimax_m3_vl_text"](
     layer_types=["minimax_m3_sparse"] * 2,
     mlp_layer_types=["dense", "sparse"],
 )
-# The real sizes, as a user has them: the twin shrinks them.
+# The real sizes, as a user has them.
 PASS = {
     "llama": LlamaConfig(),
     "gpt2": GPT2Config(),
@@ -83,22 +82,55 @@ def model_class_of(config):
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def twin_of(config, longest=LONGEST):
-    attend_per_document()
-    return probe_copy(model_class_of(config), config, longest)
+class Outside:
+    """A model as far as a proof looks at it, without the weights of its real size."""
+
+    def __new__(cls, config, model_class=None):
+        model = object.__new__(model_class or model_class_of(config))
+        model.__dict__["config"] = config
+        return model
 
 
 @pytest.mark.parametrize("name", PASS)
-def test_a_twin_shows_that_documents_stay_apart(name):
-    found = twin_of(PASS[name])
-    assert not found["unbuilt"] and not find_problem(found), found
-    assert found["leak"] <= (ROUTED if found["routed"] else 0)
+def test_layers_that_keep_documents_apart_pass(name):
+    found = probe_layers(Outside(PASS[name]), LONGEST)
+    assert found.is_built and not found.problem, found
+    assert found.leak <= (ROUTED if name in ("mixtral", "qwen3_moe", "llama4, chunks") else 0)
 
 
 @pytest.mark.parametrize("name", REFUSE)
-def test_a_twin_shows_what_reaches_across_documents(name):
+def test_layers_that_reach_across_documents_are_found(name):
     config, says = REFUSE[name]
-    assert says in find_problem(twin_of(config))
+    assert says in probe_layers(Outside(config), LONGEST).problem
+
+
+KINDS = {
+    "llama": (LlamaConfig(), 1),
+    "gemma3": (Gemma3TextConfig(), 2),
+    "llama4": (Llama4TextConfig(), 2),
+    "lfm2": (Lfm2Config(num_hidden_layers=4, layer_types=CONV), 2),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_layer_of_each_kind_computes_and_the_others_pass_on(name):
+    config, kinds = KINDS[name]
+    model = build_layers(model_class_of(config), config, {})
+    passing = [layer for layer in model.model.layers if "forward" in vars(layer)]
+    assert len(passing) == config.num_hidden_layers - kinds
+    # What passes on has no memory; what computes has the widths of the model.
+    assert {weight.device.type for layer in passing for weight in layer.parameters()} == {"meta"}
+    weights = [*model.model.layers[0].parameters()]
+    assert {weight.device.type for weight in weights} == {"cpu"}
+    assert config.hidden_size in {size for weight in weights for size in weight.shape}
+
+
+def test_layers_of_a_model_from_elsewhere_pass_on_too():
+    """Its layers have a class of their own, and return lists."""
+    config = OpenAIGPTConfig(n_layer=3)
+    model = build_layers(model_class_of(config), config, {})
+    assert ["forward" in vars(layer) for layer in model.transformer.h] == [False, True, True]
+    assert model(input_ids=torch.arange(2, 9)[None]).logits.isfinite().all()
 
 
 def test_a_limit_counts_where_a_row_of_the_run_reaches_it():
@@ -109,33 +141,24 @@ def test_a_limit_counts_where_a_row_of_the_run_reaches_it():
     }
     assert limits(config, Longest(2048, 8192)) == {"floor_scale": 8192}
     assert limits(config, Longest(8191, 8191)) == {}
-    assert not find_problem(twin_of(config, NO_LIMIT_REACHED))
+    assert not probe_layers(Outside(config), NO_LIMIT_REACHED).problem
     rope = Phi3Config(rope_parameters=LONGROPE)
     assert limits(rope, Longest(4096, 9000)) == {"original_max_position_embeddings": 4096}
     assert limits(rope, Longest(4095, 9000)) == {}
     assert limits(MambaConfig(), LONGEST) == limits(LlamaConfig(), LONGEST) == {}
 
 
-class Outside:
-    """A model as far as a proof looks at it, without the weights of its real size."""
-
-    def __new__(cls, config):
-        model = object.__new__(model_class_of(config))
-        model.__dict__["config"] = config
-        return model
-
-
-def test_the_cure_names_the_limit(home):
+def test_the_cure_names_the_limit():
     with pytest.raises(RecipeError) as refused:
-        prove_on_small_copy(Outside(Llama4TextConfig()), Longest(9000, 9000), PACKING)
+        prove_on_layers(Outside(Llama4TextConfig()), Longest(9000, 9000), PACKING)
     assert "attention_chunk_size = 8,192 and floor_scale = 8,192" in str(refused.value)
     assert "set plugins.bfd_packing.capacity below 8,192" in str(refused.value)
-    said = prove_on_small_copy(Outside(MistralConfig()), Longest(9000, 9000), PACKING)
-    assert "proved on a small copy in float32, beyond its sliding_window" in said
+    said = prove_on_layers(Outside(MistralConfig()), Longest(9000, 9000), PACKING)
+    assert "proved on one layer of each kind in float32, beyond its sliding_window" in said
     assert "moves no neighbour" in said
 
 
-def test_a_limit_that_nothing_can_prove_is_refused(home):
+def test_a_limit_that_nothing_can_prove_is_refused():
     class Odd(MistralConfig.__mro__[1]):
         model_type = "odd"
 
@@ -144,28 +167,15 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
     model = AutoModelForCausalLM.from_config(PACKABLE["llama"])
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 is not proved .* below 64"):
-        prove_on_small_copy(model, Longest(64, 64), PACKING)
-    assert "not proved on a small copy" in prove_on_small_copy(model, Longest(63, 63), PACKING)
+        prove_on_layers(model, Longest(64, 64), PACKING)
+    assert "not proved on its layers" in prove_on_layers(model, Longest(63, 63), PACKING)
 
 
-def test_a_start_pays_once_for_a_configuration(home):
-    model = Outside(LlamaConfig())
-    assert cached_probe(model, NO_LIMIT_REACHED)["leak"] == 0
-    [entry] = (home.parent / "twins").iterdir()
-    built = entry.stat()
-    # No limit is reached by this run either: it is the same twin.
-    assert cached_probe(model, Longest(200, 200))["leak"] == 0
-    again = entry.stat()
-    assert (built.st_ino, built.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)
-    cached_probe(Outside(LlamaConfig(hidden_act="relu")), NO_LIMIT_REACHED)
-    assert len([*(home.parent / "twins").iterdir()]) == 2
-
-
-def test_a_twin_leaves_the_random_numbers_of_the_run_alone():
+def test_layers_leave_the_random_numbers_of_the_run_alone():
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    build_small_copy(model_class_of(LlamaConfig()), LlamaConfig(), LONGEST, 1.5)
+    build_layers(model_class_of(LlamaConfig()), LlamaConfig(), {})
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -250,7 +260,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
             return embed(ids) + 3 * table.weight[: ids.shape[1]]
 
     monkeypatch.setattr(model.model, "embed_tokens", Counted())
-    with pytest.raises(RecipeError, match=r"\(1e-03 is allowed\): its positions do not"):
+    with pytest.raises(RecipeError, match=r"\(1e-03 is allowed\), so positions or"):
         prove_on_model(model, True, PACKING)
 
 
@@ -276,11 +286,11 @@ def test_every_family_of_transformers_is_proved_apart_or_refused():
                 model_class(config)
         except Exception:  # its defaults make no model
             continue
-        found = probe_copy(model_class, config, LONGEST)
-        kind = unbuilt if found["unbuilt"] else refused if find_problem(found) else passed
+        found = probe_layers(Outside(config, model_class), LONGEST)
+        kind = unbuilt if not found.is_built else refused if found.problem else passed
         kind.append(config.model_type)
         # Nothing lies between: documents are apart to rounding, or they are not.
-        assert found["fails"] or not ROUTED < found["leak"] < 1e-3, (config.model_type, found)
-    print(f"\napart {passed}\nrefused {refused}\nno twin {unbuilt}")
+        assert not ROUTED < found.leak < 1e-3, (config.model_type, found)
+    print(f"\napart {passed}\nrefused {refused}\nnot built {unbuilt}")
     assert len(passed) >= 80 and len(unbuilt) <= 12
     assert {"llama", "qwen3_moe", "gemma3_text", "phi3", "olmo2"} <= {*passed}

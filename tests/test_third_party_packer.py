@@ -114,7 +114,8 @@ def test_it_learns_what_padded_rows_teach_and_its_documents_are_proved_apart(rec
     assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "padded"), rel=1e-5)
     assert all(line["examples_per_micro_batch"] > 1.5 for line in read_metrics(tmp_path / "run"))
     proof = json.loads((tmp_path / "run/run.json").read_text())["packed_rows"]
-    assert proof.startswith("documents proved apart") and "on a small copy in float32" in proof
+    assert proof.startswith("documents proved apart")
+    assert "proved on one layer of each kind in float32" in proof
     assert f"packed rows: {proof}\n" in packed.stdout and "packed rows" not in padded.stdout
     # The recipe that the run left is packed too.
     again = run_plugsft(tmp_path / "run/recipe.toml", f"output={tmp_path / 'again'}")

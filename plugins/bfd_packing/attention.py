@@ -22,9 +22,8 @@ def attend_per_document(compiled: bool = False) -> str:
 
     In a model of compiled layers it is left out: its loop differs for each number of documents.
     """
-    compiler: Any = torch.compiler
-    function = compiler.disable(attend) if compiled else attend
-    AttentionInterface.register(ATTENTION, function)
+    whole = torch.compiler.disable(attend) if compiled else attend  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, whole)
     return ATTENTION
 
 
@@ -101,10 +100,8 @@ def chunk_size(module: Module) -> int | None:
     """Return the attention chunk of a layer (Llama 4), which transformers applies in masks only."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
-    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if chunk is None or layer_types is None or layer is None:
-        return chunk
-    return chunk if layer_types[layer] == "chunked_attention" else None
+    kinds = getattr(config, "layer_types", None)
+    return chunk if not kinds or kinds[module.layer_idx] == "chunked_attention" else None
 
 
 def _prepend_prompts(documents: Sequence[Tensor], seen: tuple[int, ...]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plugsft import Batch, Capability, Ints, ModelLoad, Recipe, Run, RunModel, hookimpl, say
+from plugsft import ModelLoad, Recipe, Run, RunModel, hookimpl, say
 
 if TYPE_CHECKING:
     from plugsft.data_kit import Tokens
@@ -22,28 +22,26 @@ class Longest(NamedTuple):
 
 
 class Packer:
-    """A plugin that packs rows; it inherits this, and answers `plan_batches`.
+    """A plugin that packs rows; it inherits this, wraps `plan_batches` and answers `collate`.
 
     A hook that a plugin has too calls the one here: `yield from super().add_columns(model)`. The
     core refuses a run of packed rows without the proof.
     """
 
-    packing: Capability
+    packing: Any
+    """The capability, which names the plugin's option."""
     longest: Longest
-
-    def __post_init__(self) -> None:
-        self.compiled = False
-        """Whether the model's layers are compiled."""
-        self.limits_proof = self.proof = ""
-        """The results in words: beyond the limits of attention; and with the run's own model."""
+    compiled = False
+    """Whether the model's layers are compiled."""
+    limits_proof = proof = ""
+    """The results in words: beyond the limits of attention; and of all proofs."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Read the capability and the longest row from the recipe."""
-        packing, row = recipe.provides("packed_rows"), recipe.packed_capacity()
-        assert packing is not None
-        self.packing, self.longest = packing, Longest(min(row, recipe.data.max_length), row)
-        self.compiled = recipe.provides("compiled_layers") is not None
+        self.packing, row = recipe.provides("packed_rows"), recipe.packed_capacity()
+        self.longest = Longest(min(row, recipe.data.max_length), row)
+        self.compiled = bool(recipe.provides("compiled_layers"))
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
@@ -52,12 +50,12 @@ class Packer:
         Its limits of attention are proved here, before it is sharded.
         """
         from .attention import attend_per_document
-        from .proof import naming_own_attention, prove_on_small_copy
+        from .proof import naming_own_attention, prove_on_layers
 
         load.kwargs.setdefault("attn_implementation", attend_per_document(self.compiled))
         with naming_own_attention(self.packing):
             model = yield
-        self.limits_proof = prove_on_small_copy(model, self.longest, self.packing)
+        self.limits_proof = prove_on_layers(model, self.longest, self.packing)
         return model
 
     @hookimpl(wrapper=True)
@@ -69,20 +67,14 @@ class Packer:
         """
         from .proof import prove_on_model
 
-        if not self.proof:  # the evaluation data comes after the training data
-            self.proof = prove_on_model(model.module, model.exact, self.packing)
+        if self.limits_proof and not self.proof:  # evaluation data come after the training data
+            result = prove_on_model(model.module, model.exact, self.packing)
+            self.proof = f"{result}, {self.limits_proof}"
         return (yield)
 
     @hookimpl
-    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        """Pack examples into one row."""
-        from .documents import pack
-
-        return pack(tokens, examples)
-
-    @hookimpl
     def ready(self, run: Run) -> None:
-        """Report both proofs."""
-        if self.proof and self.limits_proof:
-            run.facts["packed_rows"] = f"{self.proof}, {self.limits_proof}"
-            say(f"packed rows: {run.facts['packed_rows']}")
+        """Report the proofs."""
+        if self.proof:
+            run.facts["packed_rows"] = self.proof
+            say(f"packed rows: {self.proof}")

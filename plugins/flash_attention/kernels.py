@@ -257,8 +257,8 @@ def register_kernel(kernel: str, packed: bool) -> str:
     if kernel == "torch":
         AttentionInterface.register(VARLEN, partial(attend, kernel=fastest_kernel("cuda")))
         return VARLEN
-    if kernel == "sdpa":
-        return "" if packed else "sdpa"  # the packer has an attention of its own
+    if kernel == "sdpa" and not packed:  # a packer has an attention of its own
+        return kernel
     return f"flash_attention_{kernel[-1]}" if kernel in PACKAGES else ""
 
 

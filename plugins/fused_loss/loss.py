@@ -227,12 +227,12 @@ def head_of(causal: Any) -> Any:
 
 def random_batch(causal: Any) -> Batch:
     """Return a few random tokens, a third of them not trained, as this run's batches are."""
-    device = next(causal.parameters()).device
     vocabulary = causal.config.get_text_config().vocab_size
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS)))
+    ids = ids.to(next(causal.parameters()).device)
     labels = ids.clone()
     labels[:, ::3] = IGNORED
-    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+    return {"input_ids": ids, "labels": labels}
 
 
 def logits_of(model: Module, batch: Batch) -> Tensor:
