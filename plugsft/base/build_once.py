@@ -118,10 +118,9 @@ class Claims:
         """Give the right to build to one process at a time, and None to the others."""
         if self.living():
             yield None
-            return
-        with self.hold(BUILDER) as own:
-            # Another may have begun to fill the folder together with others since we looked.
-            yield own if own and self.living() == [own.path] else None
+        else:
+            with self.hold(BUILDER) as own:
+                yield own
 
 
 def once(
