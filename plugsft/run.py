@@ -18,7 +18,7 @@ from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .checkpoint.final_model import save_model
 from .checkpoint.save import Checkpoints
-from .checkpoint.state import train_state
+from .checkpoint.state import TrainState
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared
@@ -119,7 +119,7 @@ class OpenRun:
             "the data, its options or the tokenizer": self.tokens.facts["index"],
             "the weights in the model's files": self.loaded.files,
         }
-        state = train_state(self.weights, self.optimizer, self.loss_scale)
+        state = TrainState(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
             recipe, self.active, accelerator, state, self.plan.steps, inputs
         )

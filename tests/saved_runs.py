@@ -23,7 +23,7 @@ from plugsft.base.errors import CheckpointError
 from plugsft.base.machine import look
 from plugsft.checkpoint.same_run import keys_affecting_results
 from plugsft.checkpoint.save import Checkpoints
-from plugsft.checkpoint.state import train_state
+from plugsft.checkpoint.state import TrainState
 from plugsft.model.load import Load
 from plugsft.ranks.launch import connect
 from plugsft.ranks.loss_scale import LossScale
@@ -131,7 +131,7 @@ class Run:
         self.accelerator = accelerator
         self.identity = partial(keys_affecting_results, recipe, active)
         self.held = weights_of(accelerator, self.model, self.optimizer)
-        self.state = train_state(self.held, self.optimizer, LossScale(accelerator))
+        self.state = TrainState(self.held, self.optimizer, LossScale(accelerator))
         self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, {})
 
     def train(self, steps):

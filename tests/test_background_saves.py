@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft.base.atomic import damage, step_folder
 from plugsft.checkpoint.save import Checkpoints
-from plugsft.checkpoint.state import train_state
+from plugsft.checkpoint.state import TrainState
 from plugsft.model.load import Load
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
@@ -162,7 +162,7 @@ def save_both_ways(name, accelerator, recipe, active):
         accelerator, Load(""), LlamaForCausalLM(config), optimizers.ALL["AdamW"]
     )
     weights = weights_of(accelerator, model, optimizer)
-    state = train_state(weights, optimizer, LossScale(accelerator))
+    state = TrainState(weights, optimizer, LossScale(accelerator))
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"keep": 1})}
     )

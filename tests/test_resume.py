@@ -15,9 +15,10 @@ from conftest import FULL
 from launching import FSDP2, ZERO3
 from safetensors import safe_open
 from safetensors.torch import save_file
-from saved_runs import Run, differing, on_ranks
+from saved_runs import Run, differing, on_ranks, part
 
 from plugsft.base.atomic import MANIFEST, stamp
+from plugsft.checkpoint.save import Best
 
 
 def resumed_is_uninterrupted(name, accelerator, recipe, active):
@@ -265,6 +266,7 @@ def an_object_in_the_state(name, accelerator, recipe, active):
     """Save and resume an optimizer with a state that no checkpoint can store."""
     run = Run(name, accelerator, recipe, active, make=lambda model: Unstorable(model.parameters()))
     run.train(range(1, 6))
+    of_step_5 = part(run.held.shards())
     with redirect_stdout(StringIO()) as said:
         run.checkpoints.save(5)
         run.train(range(6, 7))
@@ -272,6 +274,10 @@ def an_object_in_the_state(name, accelerator, recipe, active):
     warning = "warning: checkpoints of this run cannot be resumed: the optimizer's"
     codes = "model.embed_tokens.weight/codes is a types.SimpleNamespace, which they cannot store"
     assert [f"{warning} {codes}"] == said.getvalue().splitlines()
+    # At the end of the run, its weights become the model all the same.
+    run.checkpoints.best = Best(5, 0.0)
+    with run.checkpoints.best_restored(6) as step:
+        assert (step, part(run.held.shards())) == (5, of_step_5)
     run.checkpoints.restore([recipe.folder / "checkpoints/step-000005"])
 
 

@@ -113,10 +113,10 @@ class OptimizerState:
 class ZeroOptimizerState(OptimizerState):
     """The state of an optimizer under ZeRO-3, whose weights are flat tensors of many."""
 
-    def __init__(self, weights: ZeroWeights, zero: Any) -> None:
-        super().__init__(weights, zero.optimizer)
+    def __init__(self, weights: ZeroWeights, optimizer: Any) -> None:
+        self._zero = optimizer.optimizer
+        super().__init__(weights, self._zero.optimizer)
         self._weights: ZeroWeights = weights
-        self._zero = zero
 
     def _flat_tensor_of(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the number and values of the flat tensor of a parameter."""

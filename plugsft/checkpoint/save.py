@@ -98,7 +98,7 @@ class Checkpoints:
         """The step of the last evaluation that came to its end."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
-        self._warned: set[str] = set()
+        self._warned = set[str]()
         self._saving: Saving | None = None
 
     def due(self, step: int) -> bool:
@@ -141,7 +141,7 @@ class Checkpoints:
 
         with agreed(self._accelerator, "copying the state of the plugins"):
             plugin_states = copy_state(self._active.state_dicts(), to_host)
-        self._load([step_folder(self.folder, best.step)])
+        self._load([step_folder(self.folder, best.step)], goes_on=False)
         yield best.step
         with agreed(self._accelerator, "restoring the state of the plugins"):
             states = copy_state(plugin_states, lambda tensor: tensor.to(devices[tensor]))
@@ -280,10 +280,10 @@ class Checkpoints:
         """Go on from the first undamaged checkpoint, if any."""
         if saved := self._load(checkpoints):
             self.saved = self.published = saved["step"]
-            self.evaluated = saved.get("evaluated", self.saved)
+            self.evaluated = saved["evaluated"]
             self.best = self._best_of(saved)
 
-    def _load(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+    def _load(self, checkpoints: Sequence[Path], goes_on: bool = True) -> dict[str, Any]:
         """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
         # Each rank has listed the folder itself.
         names = ", ".join(path.name for path in checkpoints) or "none"
@@ -302,7 +302,7 @@ class Checkpoints:
                     f"{path / STATE}: is of step {saved['step']}, and the run has "
                     f"{self._steps}; resume from another checkpoint (--resume-from)"
                 )
-            self._active.load_state_dicts(self._state.restore(reader, saved))
+            self._active.load_state_dicts(self._state.restore(reader, saved, goes_on))
         return saved
 
     def _best_of(self, saved: dict[str, Any]) -> Best | None:

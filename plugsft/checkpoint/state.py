@@ -28,9 +28,13 @@ class TrainState:
     Nothing in here is a collective.
     """
 
-    def __init__(self, weights: Weights, optimizer: OptimizerState, scale: LossScale) -> None:
-        self.weights = weights
-        self._optimizer, self._scale = optimizer, scale
+    def __init__(self, weights: Weights, optimizer: Any, scale: LossScale) -> None:
+        """Make it before the first step: later settings are compared with those of now."""
+        self.weights, self._scale = weights, scale
+        if isinstance(weights, ZeroWeights):
+            self._optimizer: OptimizerState = ZeroOptimizerState(weights, optimizer)
+        else:
+            self._optimizer = OptimizerState(weights, optimizer)
 
     def describe(
         self, plugin_states: Mapping[str, Any]
@@ -63,10 +67,15 @@ class TrainState:
             described["optimizers"] = []
         return described, encode.shards
 
-    def restore(self, reader: ShardReader, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore the state of a checkpoint; return that of its plugins."""
+    def restore(
+        self, reader: ShardReader, saved: Mapping[str, Any], goes_on: bool = True
+    ) -> dict[str, Any]:
+        """Restore the state of a checkpoint; return that of its plugins.
+
+        A run that does not go on needs no optimizer, if that could not be stored.
+        """
         weights = self.weights
-        if saved["refused"]:
+        if saved["refused"] and goes_on:
             raise CheckpointError(
                 f"{reader.folder}: cannot be resumed: {saved['refused']}; start again in another "
                 "output folder, or train the model of this checkpoint (plugsft export makes it)"
@@ -81,17 +90,11 @@ class TrainState:
             for name, parameter in named.items():
                 weights.fill(parameter, partial(reader.fill, f"{WEIGHTS}/{name}"))
             weights.update_copies()
-            self._optimizer.restore(decode, saved["optimizers"])
+            if not saved["refused"]:
+                self._optimizer.restore(decode, saved["optimizers"])
         self._scale.restore(saved["loss_scale"])
         described = saved["plugin_states"].items()
         return {name: decode(state, f"{PLUGINS}/{name}") for name, state in described}
-
-
-def train_state(weights: Weights, optimizer: Any, scale: LossScale) -> TrainState:
-    """Return the state of a training; made before the first step, as settings are compared."""
-    if isinstance(weights, ZeroWeights):
-        return TrainState(weights, ZeroOptimizerState(weights, optimizer.optimizer), scale)
-    return TrainState(weights, OptimizerState(weights, optimizer), scale)
 
 
 def ensure_same_parameters(
