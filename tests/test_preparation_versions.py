@@ -104,8 +104,8 @@ def hooks(folder, **plugins):
 
 def rendered(hook, rows, template, **data):
     made = render(hook, Data(source="x", **data), "x", rows, tokenizer(template))
-    # Which rows are bad counts, and not in which words that is said.
-    columns = {name: list(values) for name, values in made.columns.items()}
+    # Which rows are bad counts, and not in which words that is said, nor what columns hold there.
+    columns = {name: [values[row] for row in made.rows] for name, values in made.columns.items()}
     return [made.texts, made.spans, made.rows, made.special_tokens, sorted(made.bad), columns]
 
 

@@ -160,7 +160,7 @@ def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
     states = [
-        json.loads((checkpoint(run) / "state.json").read_text())["optimizer"]
+        json.loads((checkpoint(run) / "state.json").read_text())["optimizers"]
         for run in (whole, tmp_path / "resumed")
     ]
     assert states[0] == states[1]
