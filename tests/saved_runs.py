@@ -62,19 +62,25 @@ def checkpoint(run, step):
     return run / f"checkpoints/step-{step:06d}"
 
 
-def read(folder, kind="model"):
-    """Read the tensors of a kind from a checkpoint, of any number of ranks."""
+def stored(folder):
+    """Return all tensors of a checkpoint, whichever ranks wrote them."""
     parts, shapes = {}, {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name, (start, shape) in json.loads(file.metadata()["places"]).items():
-                parts.setdefault(name, []).append((start, file.get_tensor(name)))
+                parts.setdefault(name, {})[start] = file.get_tensor(name)
                 shapes[name] = shape
     return {
-        name.removeprefix(f"{kind}/"): torch.cat([part for _, part in sorted(parts[name])])
-        .float()
-        .view(shape)
+        name: torch.cat([parts[name][start] for start in sorted(parts[name])]).view(shape)
         for name, shape in shapes.items()
+    }
+
+
+def read(folder, kind="model"):
+    """Return the tensors of a kind in float32."""
+    return {
+        name.removeprefix(f"{kind}/"): values.float()
+        for name, values in stored(folder).items()
         if name.startswith(f"{kind}/")
     }
 
@@ -228,7 +234,7 @@ def work_on_rank(rank, ranks, port, env, folder, work, answers):
 
 
 def on_ranks(ranks, env, folder, work, dtype="float32"):
-    """Do pieces of work on so many ranks; return the results of each rank, by their names."""
+    """Run some work on several ranks; return the results of each rank, by name."""
     tables = tiny_tables(folder) | {"output": str(folder / "run"), "checkpoint": {"keep": 100}}
     tables["model"]["dtype"] = dtype
     write_recipe(folder / "recipe.toml", tables)

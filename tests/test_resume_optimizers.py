@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
 from plugin_packages import activate, install
-from safetensors import safe_open
+from saved_runs import stored
 
 PLUGIN = """
 import schedulefree
@@ -136,26 +136,13 @@ def checkpoint(run):
     return run / f"checkpoints/step-{STEPS:06}"
 
 
-def tensors(run):
-    """Return all tensors of a run's last checkpoint, flat."""
-    shards = {}
-    for file in sorted(checkpoint(run).glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name, (start, _) in json.loads(opened.metadata()["places"]).items():
-                shards.setdefault(name, []).append((start, opened.get_tensor(name)))
-    return {
-        name: torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
-        for name, parts in shards.items()
-    }
-
-
 @pytest.mark.parametrize("recipe", OPTIMIZERS, indirect=True)
 def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
     whole = tmp_path / "run"
     done = run_plugsft(recipe)
     assert done.returncode == 0, done.stdout + done.stderr
     resume_at_half(recipe, whole, tmp_path / "resumed")
-    expected, resumed = tensors(whole), tensors(tmp_path / "resumed")
+    expected, resumed = stored(checkpoint(whole)), stored(checkpoint(tmp_path / "resumed"))
     assert expected.keys() == resumed.keys()
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
@@ -186,7 +173,7 @@ def test_one_process_resumes_what_two_ranks_saved(recipe, tmp_path, launcher, re
         whole = tmp_path / "taken over"
         done = run_plugsft(recipe, *options, f"output={whole}")
         assert done.returncode == 0, done.stdout + done.stderr
-    expected, resumed = tensors(whole), tensors(tmp_path / "resumed")
+    expected, resumed = stored(checkpoint(whole)), stored(checkpoint(tmp_path / "resumed"))
     worst = max(
         float((values - resumed[key]).abs().max())
         for key, values in expected.items()

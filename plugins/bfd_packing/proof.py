@@ -110,8 +110,7 @@ def probe_layers(causal: Any, longest: Longest) -> Probe:
     """Compare documents that are packed, alone, and next to a changed document."""
     with torch.device("cpu"):
         try:
-            reached = limits(causal.config, longest)
-            layers: Any = build_layers(type(causal), causal.config, reached)
+            layers: Any = build_layers(type(causal), causal.config, limits(causal.config, longest))
             vocabulary = min(ROWS, len(layers.get_input_embeddings().weight))
             texts = random_texts(LONG, vocabulary)
             # Each document alone, with transformers' own attention masks.
@@ -131,8 +130,9 @@ def probe_layers(causal: Any, longest: Longest) -> Probe:
         except Exception as error:  # from the model's own code
             return Probe(f"its code fails on several documents ({reason_of(error)})")
         leak, difference = _measure(packed, change, LONG[0], torch.cat(alone))
-        allowed = ROUTED * is_routed(layers)
-        return Probe(find_problem(leak, allowed, difference, ROUNDING), leak=leak)
+        return Probe(
+            find_problem(leak, ROUTED * is_routed(layers), difference, ROUNDING), leak=leak
+        )
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 A claim is a file that a process touches every second. It is a hint, so that the others wait; it
 works between machines, where locks of the operating system may not, and needs no process group.
-What it cannot rule out does no harm: each process builds in a folder of its own, of which the first
-gets the name, and who goes on from another's files renames their folder first.
+A wrong hint does no harm: each process builds in a folder of its own, and the first one that is
+complete gets the name. A process that goes on from another's files renames their folder first.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Optimizers in checkpoints: the states of weights, and what training changes besides.
 
 A checkpoint keeps only those values of parameter groups and attributes that training has changed,
-such as the counters of ScheduleFree. All others are settings, which the optimizer gets as it is
+such as the counters of ScheduleFree. All others are settings, which are given when the optimizer is
 made: a setting that the user changes before a resume counts.
 """
 
@@ -175,7 +175,7 @@ class ZeroOptimizerState(OptimizerState):
 def settings_of(encode: Encoder, optimizer: Optimizer, folder: str) -> list[Values]:
     """Describe the plain attributes of an optimizer, and the values of each parameter group.
 
-    A function or another object in a group is a setting: the optimizer gets it as it is made.
+    A function or another object in a group is a setting: it is given when the optimizer is made.
     """
     attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN)}
     described = [attributes]

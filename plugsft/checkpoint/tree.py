@@ -50,11 +50,11 @@ class Encoder:
 
     device: torch.device
     weights: Mapping[str, Any] = field(default_factory=dict)
-    """The model's parameters by name, of which plugins have slices."""
+    """The model's parameters by name: plugins may keep slices of them."""
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
     def __call__(self, value: Any, name: str, weight: Any = None) -> Any:
-        """Describe a value; one of a weight's state comes with the weight."""
+        """Describe a value; `weight` is given if it belongs to the state of a weight."""
         if isinstance(value, np.generic):
             return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
