@@ -28,7 +28,7 @@ from plugsft.plugins.router_loss.routers import sequence_shares
 from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
 from plugsft.recipe.tables import Checkpoint
-from plugsft.registry.contracts import inspect_hooks
+from plugsft.registry.create import inspect_hooks
 
 SLOW = """
     import time

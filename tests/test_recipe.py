@@ -16,7 +16,8 @@ from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError
 from plugsft.recipe import tables as recipe_module
-from plugsft.recipe.parse import explain, fields, flatten, resolved
+from plugsft.recipe.explain import explain
+from plugsft.recipe.parse import fields, flatten, resolved
 from plugsft.recipe.read import read, validate
 from plugsft.registry.discover import find, load_class
 from plugsft.registry.load import load

@@ -26,7 +26,8 @@ from plugsft.base.machine import look
 from plugsft.commands.overview import summary_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
-from plugsft.registry.active import Active, check, order
+from plugsft.registry.active import Active, check
+from plugsft.registry.create import order
 from plugsft.registry.discover import find
 from plugsft.registry.load import load, resolve
 
@@ -477,16 +478,13 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "load_batches",
         *["collate"] * 2,
         *["step", "  token_nll"] * 2,
-        "add_metrics",
         *["collate"] * 2,
         *["step", "  token_nll"] * 2,
-        "add_metrics",
         "use_weights",  # to evaluate
         "  plan_batches",
         "  load_batches",
         *["  collate"] * 2,
         *["  step", "    token_nll"] * 2,
-        "  add_metrics",
         "use_weights",  # to save the model
     ]
     assert read_record(tmp_path / "run")["status"] == "completed"

@@ -23,7 +23,7 @@ from ..hooks import PLUGIN
 from ..recipe.read import read
 from ..recipe.tables import Recipe
 from ..registry.active import Active, options_of
-from ..registry.contracts import inspect_hooks
+from ..registry.create import inspect_hooks
 from ..registry.discover import OWN, FoundPlugin, find
 from ..registry.load import resolve
 from .messages import RecipeLike, alone, ensure_kind, errors

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from ..base.errors import RecipeError, reason_of
 from ..base.limits import TABLES, check_depth, parse_toml, read_text
-from .parse import EXAMPLE, explain, value_of
+from .explain import EXAMPLE, explain
+from .parse import value_of
 from .tables import Recipe
 
 DATA_FILES = (".jsonl", ".parquet", ".arrow", ".csv")

@@ -5,32 +5,22 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from graphlib import CycleError, TopologicalSorter
 from itertools import starmap
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, cast
 
 import pluggy
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from ..base.checksums import digest, file_digest
 from ..base.console import print_error, say
-from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
+from ..base.errors import PluginError, PlugsftError, RecipeError
 from ..base.machine import Machine, not_installed
-from ..hooks import CORE, EVERY, Hooks, is_core
-from ..recipe import parse as reading
-from ..recipe.tables import Recipe, short
-from .contracts import (
-    SPECS,
-    contract_of,
-    hook_mark,
-    inspect_hooks,
-    is_stage,
-    refuse_lost_result,
-    refuse_none,
-    refuse_wrong_metrics,
-)
+from ..hooks import CORE, Hooks, is_core
+from ..recipe.parse import fields
+from ..recipe.tables import Recipe
+from .contracts import SPECS, contract_of, ensure_metric, hook_mark, is_stage, keeping_results
 from .discover import BUNDLED, FoundPlugin, find, load_class
 
 
@@ -54,19 +44,7 @@ class Active:
         for number, core in enumerate(answers):
             self._manager.register(core, f"{CORE}{number or ''}")
         for name, plugin in self.plugins.items():
-            self._manager.register(plugin, name)
-        metrics: dict[str, str] = {}
-        for hook in SPECS:
-            for impl in self._impls(hook):
-                if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "add_metrics"):
-                    continue
-                if hook == "add_metrics":
-                    checked = refuse_wrong_metrics(impl.function, impl.plugin_name, metrics)
-                else:
-                    guard = refuse_lost_result if impl.wrapper else refuse_none
-                    checked = guard(impl.function, impl.plugin_name, hook)
-                # pluggy cannot wrap a single implementation.
-                object.__setattr__(impl, "function", checked)
+            self._manager.register(keeping_results(plugin, name), name)
         return self
 
     def notify(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:
@@ -80,6 +58,18 @@ class Active:
                 if not is_core(impl.plugin_name):
                     _name_plugin(error, impl.plugin_name, hook)
                 yield impl.plugin_name, error
+
+    def metrics(self) -> dict[str, Any]:
+        """Return this rank's sums of the plugins' metrics, by name."""
+        sums: dict[str, Any] = {}
+        owners: dict[str, str] = {}
+        for impl in self._impls("add_metrics"):
+            measured = cast("dict[str, Any]", impl.function() or {})
+            for metric, value in measured.items():
+                owner = owners.setdefault(metric, impl.plugin_name)
+                ensure_metric(metric, value, impl.plugin_name, owner)
+                sums[metric] = value
+        return sums
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """Return what each plugin keeps in checkpoints."""
@@ -184,43 +174,16 @@ class Active:
 
 
 def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
-    """Create plugins again in another process, from options that are already checked."""
+    """Create plugins again in another process, from options that were checked, in their order."""
     found = find()
-    created = {name: create(name, options, found, "recipe") for name, options in plugins.items()}
-    return Active({name: created[name] for name in order(created)}, found)
-
-
-def order(plugins: Mapping[str, Any]) -> list[str]:
-    """Sort plugins by `after` and `before`, then by name; after=["*"] comes after all others."""
-    sorter = TopologicalSorter[str]()
-    contracts = {name: contract_of(plugin) for name, plugin in sorted(plugins.items())}
-    for name, contract in contracts.items():
-        after = contract.after
-        if EVERY in after:
-            after = tuple(o for o, c in contracts.items() if not {EVERY, name} & {*c.after})
-        sorter.add(name, *(other for other in after if other in plugins))
-        for other in contract.before:
-            if other in plugins:
-                sorter.add(other, name)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = " before ".join(error.args[1])
-        raise PluginError(
-            f"plugins cannot be ordered, as their `after` and `before` say: {circle}; change one "
-            "of these, or remove a plugin"
-        ) from error
-    ordered: list[str] = []
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready())
-        ordered += ready
-        sorter.done(*ready)
-    return ordered
+    return Active(
+        {name: load_class(found[name])(**options) for name, options in plugins.items()}, found
+    )
 
 
 def options_of(plugin: Any) -> dict[str, Any]:
     """Return a plugin's options without those that are None, which TOML cannot express."""
-    names = {name for name, _ in reading.fields(type(plugin))}
+    names = {name for name, _ in fields(type(plugin))}
     # Convert to plain values: an option may be a table.
     values: dict[str, Any] = TypeAdapter(type(plugin)).dump_python(
         plugin, mode="json", include=names, exclude_none=True
@@ -248,37 +211,6 @@ def check(
             ]
     if problems:
         raise RecipeError(problems)
-
-
-def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
-    """Create a plugin from its options; None if it is switched off."""
-    where = f"{path}: plugins.{name}"
-    if name not in found:
-        hint = (
-            did_you_mean(name, found)
-            or ", not installed, and not passed from Python (plugins=[...]);"
-        )
-        raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
-    if not isinstance(options, dict):
-        raise RecipeError(f"{where}: given {short(options)}; write {{}} for defaults, or remove it")
-    options = dict(options)
-    enabled = options.pop("enabled", True)
-    if not isinstance(enabled, bool):
-        raise RecipeError(f"{where}.enabled: given {short(enabled)}; it should be true or false")
-    if not enabled:
-        return None
-    try:
-        cls = load_class(found[name])
-        inspect_hooks(cls, name)
-        return cls(**options)
-    except OSError as error:
-        error.add_note(f"raised by plugin '{name}', as it was created")
-        raise
-    except PluginError as error:
-        raise RecipeError(f"{where}: {error}") from error
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        raise RecipeError(reading.explain(errors, cls, path, ("plugins", name))) from error
 
 
 def _name_plugin(error: Exception, name: str, hook: str) -> None:

@@ -1,19 +1,17 @@
-"""Checks that pluggy lacks: mistakes in a plugin's class, and lost results."""
+"""What pluggy does not check as it calls plugins: lost results, and wrong metrics."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, cast
 
-from ..base.errors import PluginError, did_you_mean
+from ..base.errors import PluginError
 from ..hooks import PASSES, PLUGIN, Contract, Hooks
 from ..recipe.tables import short
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
-
-STATE_HOOKS = ("state_dict", "load_state_dict")
-"""Hooks that a plugin has both, or neither."""
 
 METRICS = frozenset(
     [
@@ -31,56 +29,6 @@ def contract_of(plugin: Any) -> Contract:
     return cast(Contract, getattr(plugin, PLUGIN))
 
 
-def inspect_hooks(cls: type[Any], name: str) -> None:
-    """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
-    for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
-        mark = hook_mark(cls, attribute)
-        where = f"plugin '{name}': {attribute}()"
-        if mark is None:
-            if attribute in SPECS:
-                raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
-            continue
-        if attribute not in SPECS:
-            raise PluginError(f"{where} is no hook{did_you_mean(attribute, SPECS)}")
-        if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
-            raise PluginError(
-                f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
-            )
-        if mark["wrapper"] and not is_stage(attribute):
-            raise PluginError(
-                f"{where}: '{attribute}' is a notice to every plugin; it cannot be wrapped"
-            )
-        yields = inspect.isgeneratorfunction(value)
-        if yields and not mark["wrapper"]:
-            cure = "mark it @hookimpl(wrapper=True)" if is_stage(attribute) else "a notice has none"
-            raise PluginError(f"{where} has a yield: {cure}")
-        if mark["wrapper"] and not yields:
-            raise PluginError(f"{where} has no yield: remove wrapper=True, or yield once")
-        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
-            raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
-        _inspect_arguments(value, attribute, where)
-
-    for one, other in (STATE_HOOKS, STATE_HOOKS[::-1]):
-        if hook_mark(cls, one) and not hook_mark(cls, other):
-            raise PluginError(
-                f"plugin '{name}' has {one}() and no {other}(): a resumed run would start without "
-                f"its state; add {other}()"
-            )
-
-
-def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:
-    allowed = list(inspect.signature(SPECS[hook]).parameters)
-    for argument, parameter in inspect.signature(function).parameters.items():
-        if argument not in allowed:
-            raise PluginError(
-                f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
-                f"allowed: {', '.join(allowed[1:])}"
-            )
-        # pluggy would not pass it, and the default would replace the core's value.
-        if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
-            raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
-
-
 def hook_mark(cls: type[Any], hook: str) -> dict[str, Any] | None:
     """Return the arguments of @hookimpl on a method, which may be inherited."""
     return getattr(inspect.getattr_static(cls, hook, None), "plugsft_impl", None)
@@ -91,14 +39,26 @@ def is_stage(hook: str) -> bool:
     return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
-def refuse_none(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Wrap an answer to refuse None, unless its hook allows it."""
-    if hook in PASSES:
-        return function
+def keeping_results(plugin: Any, name: str) -> SimpleNamespace:
+    """Return the hooks of a plugin; those that must give a result refuse to lose it."""
+    hooks = {}
+    for hook in SPECS:
+        mark = hook_mark(type(plugin), hook)
+        if mark is None:
+            continue
+        function = getattr(plugin, hook)
+        if mark["wrapper"]:
+            function = _refuse_lost_result(function, name, hook)
+        elif is_stage(hook) and hook not in PASSES:
+            function = _refuse_none(function, name, hook)
+        hooks[hook] = function
+    return SimpleNamespace(**hooks)
 
-    @functools.wraps(function)
+
+def _refuse_none(answer: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    @functools.wraps(answer)
     def checked(*args: Any) -> Any:
-        result = function(*args)
+        result = answer(*args)
         if result is None:
             raise PluginError(f"plugin '{name}': its answer to '{hook}' is None; return the result")
         return result
@@ -106,15 +66,15 @@ def refuse_none(function: Callable[..., Any], name: str, hook: str) -> Callable[
     return checked
 
 
-def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Wrap a wrapper to refuse a missing `return` or a second yield."""
+def _refuse_lost_result(wrapper: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    """Refuse a missing `return` or a second yield; pluggy would name this function."""
     where = f"plugin '{name}': its wrapper of '{hook}'"
 
-    @functools.wraps(function)
+    @functools.wraps(wrapper)
     def checked(*args: Any) -> Any:
-        wrapper = function(*args)
+        steps = wrapper(*args)
         try:
-            next(wrapper)
+            next(steps)
         except StopIteration:
             raise PluginError(f"{where} returned before its yield") from None
         result = None
@@ -122,9 +82,9 @@ def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Ca
             try:
                 result = yield
             except BaseException as error:
-                wrapper.throw(error)
+                steps.throw(error)
             else:
-                wrapper.send(result)
+                steps.send(result)
         except StopIteration as end:
             # The result itself may be None: no plugin knew the format of these rows.
             if end.value is None and result is not None:
@@ -137,39 +97,22 @@ def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Ca
     return checked
 
 
-def refuse_wrong_metrics(
-    function: Callable[..., Any], plugin: str, owners: dict[str, str]
-) -> Callable[..., Any]:
-    """Wrap `add_metrics` to refuse what is no number, and metric names that are taken.
-
-    `owners` maps each known metric to its plugin.
-    """
-
-    @functools.wraps(function)
-    def checked(*args: Any) -> Any:
-        measured = function(*args)
-        for metric, value in (measured or {}).items():
-            where = f"plugin '{plugin}': its metric '{metric}'"
-            # A tensor, without an import of torch.
-            numbers = value.numel() if hasattr(value, "numel") else None
-            if numbers != 1 and not isinstance(value, Real):
-                what = short(value) if numbers is None else f"a tensor of {numbers} numbers"
-                raise PluginError(
-                    f"{where} is {what}; return the sum of this rank, as a number or a tensor of "
-                    "one number"
-                )
-            if metric in METRICS:
-                raise PluginError(f"{where} has the name of a metric of plugsft; rename it")
-            if metric.startswith("eval_"):
-                raise PluginError(
-                    f"{where}: 'eval_' is the prefix of evaluation metrics, which plugsft adds; "
-                    "rename it"
-                )
-            if owners.setdefault(metric, plugin) != plugin:
-                raise PluginError(
-                    f"{where} has the name of a metric of plugin '{owners[metric]}'; rename it, or "
-                    "switch one of them off with --without"
-                )
-        return measured
-
-    return checked
+def ensure_metric(metric: str, value: Any, plugin: str, owner: str) -> None:
+    """Refuse a plugin's metric that is no number, or whose name another one has."""
+    # A tensor, without an import of torch.
+    numbers = value.numel() if hasattr(value, "numel") else None
+    if numbers != 1 and not isinstance(value, Real):
+        what = short(value) if numbers is None else f"a tensor of {numbers} numbers"
+        problem = f"is {what}; return the sum of this rank, as a number or a tensor of one number"
+    elif metric in METRICS:
+        problem = "has the name of a metric of plugsft; rename it"
+    elif metric.startswith("eval_"):
+        problem = "begins with 'eval_', which plugsft adds to metrics of an evaluation; rename it"
+    elif owner != plugin:
+        problem = (
+            f"has the name of a metric of plugin '{owner}'; rename it, or switch one of them off "
+            "with --without"
+        )
+    else:
+        return
+    raise PluginError(f"plugin '{plugin}': its metric '{metric}' {problem}")

@@ -9,8 +9,9 @@ from ..hooks import PLUGIN
 from ..recipe.capabilities import CAPABILITIES, SHARED
 from ..recipe.read import read, validate
 from ..recipe.tables import COLUMNS, Recipe
-from .active import Active, create, options_of, order
+from .active import Active, options_of
 from .contracts import SPECS, contract_of, hook_mark, is_stage
+from .create import create, order
 from .discover import find
 
 

@@ -1,0 +1,123 @@
+"""Explain what pydantic refuses in a recipe: the key, the value given, and what is allowed."""
+
+import json
+import re
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from ..base.errors import did_you_mean
+from .parse import fields, value_of
+from .tables import short
+
+WANTED = {
+    "int_type": "a whole number, such as 2",
+    "float_type": "a number, such as 0.5",
+    "bool_type": "true or false",
+    "string_type": 'text in quotes, such as "name"',
+    "list_type": 'a list, such as ["name"]',
+}
+"""pydantic's type of error -> the value that is wanted."""
+NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "int_type": int,
+    "float_type": (int, float),
+    "bool_type": bool,
+}
+"""pydantic's type of error -> the types of value that are written without quotes."""
+EXAMPLE = "`plugsft init sft` writes an example"
+
+
+def explain(
+    errors: Sequence[ErrorDetails], table: type[Any], path: str, prefix: tuple[str, ...]
+) -> list[str]:
+    """Turn pydantic's errors into lines: file, key, the value, the allowed values."""
+    lines: dict[str, str] = {}
+    for error in errors:
+        place = _keys(error["loc"], table)
+        key = ".".join((*prefix, *map(_key, place)))
+        given, context, kind = error["input"], error.get("ctx", {}), error["type"]
+        if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
+            hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
+            known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
+            what = f"unknown key (given {short(given)}){hint} {known}"
+        elif kind.startswith("missing"):
+            what = f"missing; {_example(key, _table_at(table, place[:-1]), str(place[-1]))}"
+        elif kind == "literal_error":
+            expected = context["expected"]
+            hint = did_you_mean(str(given), re.findall("'(.*?)'", expected)) or ";"
+            what = f"given {short(given)}{hint} allowed: {expected}"
+        elif kind == "value_error":
+            what = str(context["error"])
+        elif kind in ("model_type", "dict_type", "dataclass_type"):
+            what = f"given {short(given)}; it should be a table: [{key}], or keys below it in YAML"
+        elif kind in WANTED:
+            what = f"given {short(given)}; it should be {WANTED[kind]}{_unquote(given, kind)}"
+        else:
+            what = f"given {short(given)}; {error['msg'].replace('Input should', 'it should')}"
+        if key in lines:  # the next branch of a union
+            lines[key] += f", or {what.partition('; ')[2]}"
+        else:
+            lines[key] = what
+    return [f"{path}: {key or 'the recipe'}: {what}" for key, what in lines.items()]
+
+
+def _example(key: str, table: type[Any] | None, name: str) -> str:
+    """Return what to write for a missing key: its example, or those of a table's keys."""
+    inner = _table_at(table, [name])
+    if inner is None:
+        examples = _examples(table)
+        return f"set it, for instance {name} = {examples[name]}" if name in examples else "set it"
+    keys = ", ".join(f"{name} = {value}" for name, value in _examples(inner).items())
+    return f"add [{key}] with {keys} ({EXAMPLE})"
+
+
+def _examples(table: type[Any] | None) -> dict[str, str]:
+    """Return the keys of a table that have an example, with their first example."""
+    infos = getattr(table, "__pydantic_fields__", {}).items()
+    return {name: json.dumps(info.examples[0]) for name, info in infos if info.examples}
+
+
+def _unquote(given: Any, kind: str) -> str:
+    """Return a hint if a number, true or false is written in quotes."""
+    if not isinstance(given, str) or kind not in NUMBERS:
+        return ""
+    return ", without quotes" if isinstance(value_of(given), NUMBERS[kind]) else ""
+
+
+def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:
+    """Remove from a location the branches of a union, which are not keys."""
+    for depth, part in enumerate(loc):
+        kind = dict(fields(table)).get(str(part))
+        branches = [branch for branch in get_args(kind) if branch is not NoneType]
+        if get_origin(kind) in (Union, UnionType) and len(branches) > 1:
+            return loc[: depth + 1]
+        table = _table_at(table, [part])
+    return loc
+
+
+def _key(part: int | str) -> str:
+    text = str(part)
+    return text if re.fullmatch(r"[\w-]+", text) else repr(text)
+
+
+def _table_at(table: type[Any] | None, place: Sequence[int | str]) -> type[Any] | None:
+    for part in place:
+        if isinstance(part, int):
+            continue
+        kind = dict(fields(table)).get(str(part))
+        inner = [kind, *get_args(kind), *(a for b in get_args(kind) for a in get_args(b))]
+        tables = (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel))
+        table = next(tables, None)
+    return table
+
+
+def _elsewhere(key: str, table: type[Any]) -> str:
+    """Return a hint if the key belongs to another table."""
+    for name, _ in fields(table):
+        if key in dict(fields(_table_at(table, [name]))):
+            return f"; did you mean '{name}.{key}'?"
+    return ";"

@@ -1,0 +1,127 @@
+"""Create plugins from their tables in a recipe, and put them in order."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..base.errors import PluginError, RecipeError, did_you_mean
+from ..hooks import EVERY
+from ..recipe.explain import explain
+from ..recipe.tables import short
+from .contracts import SPECS, contract_of, hook_mark, is_stage
+from .discover import FoundPlugin, load_class
+
+STATE_HOOKS = ("state_dict", "load_state_dict")
+"""Hooks that a plugin has both, or neither."""
+
+
+def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
+    """Create a plugin from its options; None if it is switched off."""
+    where = f"{path}: plugins.{name}"
+    if name not in found:
+        hint = (
+            did_you_mean(name, found)
+            or ", not installed, and not passed from Python (plugins=[...]);"
+        )
+        raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
+    if not isinstance(options, dict):
+        raise RecipeError(f"{where}: given {short(options)}; write {{}} for defaults, or remove it")
+    options = dict(options)
+    enabled = options.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise RecipeError(f"{where}.enabled: given {short(enabled)}; it should be true or false")
+    if not enabled:
+        return None
+    try:
+        cls = load_class(found[name])
+        inspect_hooks(cls, name)
+        return cls(**options)
+    except OSError as error:
+        error.add_note(f"raised by plugin '{name}', as it was created")
+        raise
+    except PluginError as error:
+        raise RecipeError(f"{where}: {error}") from error
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RecipeError(explain(errors, cls, path, ("plugins", name))) from error
+
+
+def inspect_hooks(cls: type[Any], name: str) -> None:
+    """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
+    for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
+        mark = hook_mark(cls, attribute)
+        where = f"plugin '{name}': {attribute}()"
+        if mark is None:
+            if attribute in SPECS:
+                raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
+            continue
+        if attribute not in SPECS:
+            raise PluginError(f"{where} is no hook{did_you_mean(attribute, SPECS)}")
+        if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
+            raise PluginError(
+                f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
+            )
+        if mark["wrapper"] and not is_stage(attribute):
+            raise PluginError(
+                f"{where}: '{attribute}' is a notice to every plugin; it cannot be wrapped"
+            )
+        yields = inspect.isgeneratorfunction(value)
+        if yields and not mark["wrapper"]:
+            cure = "mark it @hookimpl(wrapper=True)" if is_stage(attribute) else "a notice has none"
+            raise PluginError(f"{where} has a yield: {cure}")
+        if mark["wrapper"] and not yields:
+            raise PluginError(f"{where} has no yield: remove wrapper=True, or yield once")
+        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
+            raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
+        _inspect_arguments(value, attribute, where)
+
+    for one, other in (STATE_HOOKS, STATE_HOOKS[::-1]):
+        if hook_mark(cls, one) and not hook_mark(cls, other):
+            raise PluginError(
+                f"plugin '{name}' has {one}() and no {other}(): a resumed run would start without "
+                f"its state; add {other}()"
+            )
+
+
+def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:
+    allowed = list(inspect.signature(SPECS[hook]).parameters)
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if argument not in allowed:
+            raise PluginError(
+                f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
+                f"allowed: {', '.join(allowed[1:])}"
+            )
+        # pluggy would not pass it, and the default would replace the core's value.
+        if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
+            raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
+
+
+def order(plugins: Mapping[str, Any]) -> list[str]:
+    """Sort plugins by `after` and `before`, then by name; after=["*"] comes after all others."""
+    sorter = TopologicalSorter[str]()
+    contracts = {name: contract_of(plugin) for name, plugin in sorted(plugins.items())}
+    for name, contract in contracts.items():
+        after = contract.after
+        if EVERY in after:
+            after = tuple(o for o, c in contracts.items() if not {EVERY, name} & {*c.after})
+        sorter.add(name, *(other for other in after if other in plugins))
+        for other in contract.before:
+            if other in plugins:
+                sorter.add(other, name)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " before ".join(error.args[1])
+        raise PluginError(
+            f"plugins cannot be ordered, as their `after` and `before` say: {circle}; change one "
+            "of these, or remove a plugin"
+        ) from error
+    ordered: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        ordered += ready
+        sorter.done(*ready)
+    return ordered
