@@ -1,7 +1,6 @@
 """The loop: global batches, gradients, optimizer steps, metrics, evaluations, checkpoints."""
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .base.console import progress
-from .base.errors import PluginError, TrainError
+from .base.errors import PluginError
 from .base.types import Batch
-from .output.record import memory_gib
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
@@ -33,7 +31,7 @@ def train(run: OpenRun) -> None:
             numbers = all_reduce(run, losses, batch).send(
                 clip_gradients(run), run.loss_scale.factor
             )
-            log_step(run, meanwhile=batch)  # the step before, while the device computes this one
+            run.log.write(meanwhile=batch)  # the step before, while the device computes this one
             with (
                 explain_out_of_memory(run.recipe, batch, losses),
                 explain_optimizer(run.accelerator, type(run.optimizer).__name__),
@@ -42,16 +40,15 @@ def train(run: OpenRun) -> None:
             run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
             run.step = batch.step
-            facts = {"learning_rate": learning_rate, "memory_gib": round(memory_gib(), 3)}
-            run.unread = batch, numbers, facts
+            run.log.keep(batch, numbers, learning_rate)
             run.notify("stepped")
-            if not run.reads_late or run.evaluation_due() or run.checkpoints.due(run.step):
-                log_step(run)
+            if not run.log.is_late or run.evaluation_due() or run.checkpoints.due(run.step):
+                run.log.write()
             evaluate(run)
             if run.checkpoints.due(run.step):
                 run.save_checkpoint()
             run.publish_checkpoint()  # once all ranks have written it
-        log_step(run)
+        run.log.write()
         run.save_checkpoint()  # if the run stops before its last step
         run.publish_checkpoint(wait=True)
         run.stopping.raise_stopped(run.step, run.recipe.output)
@@ -68,9 +65,9 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
         with suppress(Exception):
             if run.stopping.can_save:
                 with run.agreed("logging the last step"):
-                    log_step(run)
-            elif run.unread:  # other ranks may be elsewhere, and so may plugins
-                run.record.logged(run.step, read_numbers(run))
+                    run.log.write()
+            else:
+                run.log.write_alone()
         if run.stopping.can_save:
             run.checkpoints.save(run.step)
         elif isinstance(error, Exception):  # a second signal ends the run at once
@@ -135,70 +132,12 @@ def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
     """Step the optimizer, but not by a loss or norm that is not finite."""
     optimizer: Any = run.optimizer
     broken = numbers.are_broken()
-    if run.reads_late:
+    if run.log.is_late:
         optimizer.found_inf = broken  # with it, torch's fused optimizers skip a step
-    if run.reads_late or is_finite(run, batch, numbers.read()):
+    if run.log.is_late or run.log.is_finite(batch, numbers.read()):
         optimizer.step()
     vars(optimizer).pop("found_inf", None)  # it is no state of the optimizer
     run.loss_scale.update(broken)
-
-
-def is_finite(run: OpenRun, batch: GlobalBatch, numbers: dict[str, float]) -> bool:
-    """Tell whether the norm is finite; refuse one that is not, unless the loss is scaled.
-
-    Nothing is saved yet. The weights have not changed, except under DeepSpeed, which steps in the
-    last backward.
-    """
-    loss, grad_norm = numbers["loss"], numbers["grad_norm"]
-    finite = math.isfinite(grad_norm)
-    if not (math.isfinite(loss) and (finite or run.loss_scale.on)):
-        run.step = batch.step - 1
-        raise TrainError(
-            f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step is "
-            f"saved, and earlier checkpoints stand. Rows of this step: {batch.rows()}. A lower "
-            "learning rate or a longer warm-up usually helps"
-        )
-    return finite
-
-
-def log_step(run: OpenRun, meanwhile: GlobalBatch | None = None) -> None:
-    """Read and log the numbers of the last step, unless that is done.
-
-    `meanwhile`: the step that the device computes; logging does not count as its time.
-    """
-    if run.unread is None:
-        return
-    metrics = read_numbers(run, meanwhile)
-    logging = time.perf_counter()
-    run.notify("logged", step=run.step, metrics=metrics)
-    if meanwhile:
-        meanwhile.started += time.perf_counter() - logging
-
-
-def read_numbers(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
-    """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
-    (batch, numbers, facts), run.unread = run.unread, None
-    sums = numbers.read()
-    is_finite(run, batch, sums)
-    # The time until the loop asked for the next batch, or has read these numbers.
-    seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started
-    computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
-    plan, core = batch.plan, {name: sums.pop(name) for name in ("loss", "grad_norm")}
-    return {
-        **core,
-        **run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"]),
-        **facts,
-        **{name: value / plan.denominator for name, value in sums.items()},
-        "epoch": round(plan.step / run.plan.per_epoch, 4),
-        "trained_tokens": plan.targets,
-        "tokens": plan.tokens,
-        "tokens_per_second": round(plan.tokens / seconds, 1),
-        "step_seconds": round(seconds, 5),
-        "data_wait_seconds": round(waited / run.plan.ranks, 5),
-        "padding": round(1 - plan.tokens / computed, 4),
-        "examples_per_micro_batch": round(plan.examples / plan.micro_batches, 2),
-        "imbalance": round(plan.imbalance, 4),
-    }
 
 
 def evaluate(run: OpenRun) -> None:

@@ -32,7 +32,6 @@ from .ranks.launch import gradient_sync, prepare_gpu, silence_libraries, strateg
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
 from .ranks.trained_model import TrainedModel, work_with_weights
 from .recipe.capabilities import Capability
@@ -46,6 +45,7 @@ from .stages import (
     prepare_data,
     save_scratch_model,
 )
+from .step_log import StepLog
 
 
 def open(
@@ -85,8 +85,6 @@ class OpenRun:
     loaded: Loaded
     step: int = 0
     """The last finished step."""
-    unread: Any = None
-    """The last finished step's batch, numbers and facts, until they are logged."""
 
     def __post_init__(self) -> None:
         recipe, accelerator, self.hooks = self.recipe, self.accelerator, self.active.hooks
@@ -102,8 +100,7 @@ class OpenRun:
         self.ranks = RankGroup(accelerator, self.hooks)
         self.model = TrainedModel(self, self.module, self.loader, self.loaded.load, self.weights)
         self.stopping = Stopping(self.describe_stop)
-        self.reads_late = can_skip_steps(self.optimizer) and not recipe.provides("early_stop")
-        """Whether a step's numbers are read while the next step runs."""
+        self.log = StepLog(self)
 
     def plan_steps(self, data: Prepared) -> None:
         """Let plugins add columns to the tokens, plan the steps, and make ready to save."""
