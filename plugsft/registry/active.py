@@ -40,7 +40,11 @@ class Active:
         self.hooks = cast(Hooks, self._manager.hook)
 
     def attach(self, *answers: object) -> "Active":
-        """Register the core's answers, then the plugins, so that plugins are called first."""
+        """Register the core's answers, then the plugins in their order.
+
+        pluggy calls the last one first: a plugin answers before the core, and the last wrapper is
+        outermost. So a plugin with after=["lora"] wraps `lora`.
+        """
         for number, core in enumerate(answers):
             self._manager.register(core, f"{CORE}{number or ''}")
         for name, plugin in self.plugins.items():
