@@ -16,7 +16,7 @@ from plugsft.checkpoint.final_model import (
 )
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
-from plugsft.model.weight_files import Weights, find_weight_files, meta_copy
+from plugsft.model.weight_files import WeightFiles, find_weight_files, meta_copy
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",
@@ -97,7 +97,7 @@ def test_every_tensor_of_a_model_with_experts_is_compared(tmp_path, family, dtyp
         }
         folder = tmp_path / str(number)
         model.save_pretrained(folder, state_dict=broken)
-        weights = Weights(meta_copy(model), find_weight_files(str(folder), None))
+        weights = WeightFiles(meta_copy(model), find_weight_files(str(folder), None))
         if name is None:
             ensure_written(folder, weights, mine, dtype)
         else:

@@ -19,6 +19,8 @@ from transformers import (
 
 from plugsft import RecipeError
 from plugsft.model.load import Load, make_load
+from plugsft.model.tensor_shards import TensorShard
+from plugsft.model.weight_files import WeightFiles
 from plugsft.recipe.tables import Model
 
 SIZES = {
@@ -83,24 +85,33 @@ def test_a_tensor_that_has_another_shape_in_its_file_is_not_read_by_rows(folder)
         loaded(folder)
 
 
-@pytest.mark.parametrize("more", ["buffer", "scalar"])
-def test_buffers_are_read_and_a_model_with_scalars_is_loaded_whole(folder, monkeypatch, more):
+def test_buffers_are_read_from_the_files(folder, monkeypatch):
     """Otherwise they would keep what the config gives them."""
     made = LlamaForCausalLM.__init__
 
     def init(self, config):
         made(self, config)
-        if more == "buffer":
-            self.register_buffer("scale", torch.ones(3))
-        else:
-            self.scale = torch.nn.Parameter(torch.ones(()))
+        self.register_buffer("scale", torch.ones(3))
 
     monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.scale.data.fill_(7.0)
+    model.scale.fill_(7.0)
     model.save_pretrained(folder)
     model, load = loaded(folder)
-    assert load.empty == (more == "buffer") and float(model.scale.data.max()) == 7.0
+    assert load.empty and float(model.scale.max()) == 7.0
+
+
+def test_a_range_of_numbers_is_read_from_the_rows_that_hold_it(folder):
+    """ZeRO-3 cuts rows in the middle; a tensor of no dimensions has one number."""
+    file = folder / "model.safetensors"
+    weight = load_file(file)["model.embed_tokens.weight"].flatten()
+    save_file({"a": torch.tensor(5.0), "b": weight.view(40, 16)}, folder / "more.safetensors")
+    with WeightFiles(None, dict.fromkeys("ab", str(folder / "more.safetensors"))) as files:
+        assert files.numbers("a", 0, 1).tolist() == [5.0]
+        for start, stop in ((0, 640), (3, 5), (15, 17), (31, 640), (639, 640)):
+            assert torch.equal(files.numbers("b", start, stop), weight[start:stop])
+        shard = TensorShard(torch.zeros(0), 700, (40, 16))
+        files.fill("b", shard)  # a rank beyond the end of the tensor
 
 
 EXPERTS = {

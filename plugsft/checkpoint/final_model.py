@@ -16,8 +16,7 @@ from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
 from ..model.tensor_shards import TensorShard, shard_of
-from ..model.weight_files import Weights as Files
-from ..model.weight_files import converted_shapes, find_weight_files, meta_copy
+from ..model.weight_files import WeightFiles, converted_shapes, find_weight_files, meta_copy
 from ..ranks.agree import agreed
 from ..ranks.weights import Weights
 from ..recipe.capabilities import Capability
@@ -33,7 +32,7 @@ def ensure_saveable(model: Any) -> None:
         return
     twin = meta_copy(model)
     state = {**dict(twin.named_parameters()), **persistent_buffers(twin)}
-    wanted = {name: list(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
     try:
         written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
         made = converted_shapes(twin, {name: [*tensor.shape] for name, tensor in written.items()})
@@ -81,41 +80,36 @@ def save_model(
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:
-                    files = Files(meta_copy(plain), find_weight_files(str(folder), None))
+                    files = WeightFiles(meta_copy(plain), find_weight_files(str(folder), None))
                     ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
 
 
 def ensure_written(
-    folder: Path, weights: Files, shards: dict[str, TensorShard], dtype: torch.dtype | None
+    folder: Path, files: WeightFiles, shards: dict[str, TensorShard], dtype: torch.dtype | None
 ) -> None:
     """Compare the tensors of a written folder with the trained weights."""
-    with weights:
-        if missing := sorted({*shards} - {*weights.shapes}):
-            raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
-        if wrong := weights.differing(shards, dtype):
-            raise _broken(folder, wrong)
+    with files:
+        wrong = files.differing(shards, dtype)
+    if wrong:
+        raise CheckpointError(
+            f"{folder.parent}: the trained model was not written as it is: {wrong}. The last "
+            "checkpoint holds all that was trained: --resume goes on from it"
+        )
 
 
-def read_adapters(folder: Path) -> Files:
+def read_adapters(folder: Path) -> WeightFiles:
     """Return the tensors of a folder of adapters."""
     files: dict[str, str] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             files |= {name: str(path) for name in file.keys()}  # noqa: SIM118  # no dict
-    return Files(None, files)
+    return WeightFiles(None, files)
 
 
 def name_in_file(name: str) -> str:
     """Return the name in a file: peft leaves its own words out."""
     name = name.replace("modules_to_save.default.", "").removesuffix(".default")
     return name.replace(".default.", ".")
-
-
-def _broken(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder.parent}: the trained model was not written as it is: {what}. The last checkpoint "
-        "holds all that was trained: --resume goes on from it"
-    )
 
 
 def _unsaveable(why: str) -> RecipeError:

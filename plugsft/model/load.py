@@ -1,8 +1,7 @@
 """Load a model from a folder or the hub, or create a new one from its sizes."""
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ..base.errors import PluginError, RecipeError
 from ..recipe.tables import Model, Scratch
 from .config import ensure_weights_inside, load_error
 from .tensor_shards import whole_shape
-from .weight_files import Weights, find_weight_files, meta_copy
+from .weight_files import WeightFiles, find_weight_files, meta_copy
 
 
 @dataclass
@@ -42,27 +41,25 @@ class Load:
     that needs the weights sets it to False."""
     new_tokens: Sequence[int] = ()
     """The ids of tokens that the recipe adds; the embeddings get a row for each."""
-    _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
-    """Parameter without weights -> its name in `_weights`. Weak, not by id: the id of a freed
-    parameter may be reused."""
-    _weights: Weights | None = field(default=None, init=False)
+    files: WeightFiles = field(default_factory=WeightFiles, init=False)
     """The files of weights that are not loaded yet."""
+    _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
+    """Parameter without weights -> its name in the files. Weak, not by id: the id of a freed
+    parameter may be reused."""
 
     def build(self) -> PreTrainedModel:
         """Load the model."""
         ensure_weights_inside(self.path)
         try:
-            self.empty = self.empty and not self.new_tokens
-            if self.empty and (without := self._without_weights()) is not None:
+            without = self._without_weights() if self.empty and not self.new_tokens else None
+            self.empty = without is not None
+            if without is not None:
                 return keep_soft_cap(without)
-            self.empty = False
             # A pickle could run code.
             safe = {"use_safetensors": True} | self.kwargs
             made: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, output_loading_info=True, **safe
             )
-        except RecipeError:
-            raise
         except Exception as error:  # transformers passes on all errors of its parsers and the hub
             raise load_error(self.path, error) from error
         model: PreTrainedModel = made[0]
@@ -86,13 +83,6 @@ class Load:
             )
         return {name: stored for name, stored in names.items() if stored}
 
-    @contextmanager
-    def weights(self) -> Iterator[Weights]:
-        """Open the files of weights that are not loaded yet."""
-        assert self._weights is not None
-        with self._weights as opened:
-            yield opened
-
     def _without_weights(self) -> PreTrainedModel | None:
         """Build the model without weights, if its files hold all of them."""
         known = ("revision", "trust_remote_code")
@@ -106,14 +96,14 @@ class Load:
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()
         meta = meta_copy(model)
-        weights = Weights(meta, find_weight_files(self.path, self.kwargs.get("revision")))
-        if model._get_dtype_plan(config.dtype) or not has_all_weights(model, weights):
+        files = WeightFiles(meta, find_weight_files(self.path, self.kwargs.get("revision")))
+        if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):
             return None
-        with torch.no_grad(), weights:
+        with torch.no_grad(), files:
             for name, buffer in persistent_buffers(model).items():
-                buffer.copy_(weights.rows(name, 0, sys.maxsize))
+                buffer.copy_(files.whole(name))
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._names, self._weights = WeakTensorKeyDictionary(names), weights
+        self._names, self.files = WeakTensorKeyDictionary(names), files
         model._weight_conversions = meta._weight_conversions
         return model
 
@@ -148,25 +138,21 @@ def keep_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
-    """Tell whether the files hold each tensor of a model with its shape, readable by rows."""
+def has_all_weights(model: PreTrainedModel, files: WeightFiles) -> bool:
+    """Tell whether the files hold each tensor of a model with its shape, and tied ones alike."""
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
-    shapes = {name: list(whole_shape(it)) for name, it in tensors.items()}
-    if any(weights.shapes.get(name) != shape for name, shape in shapes.items()):
+    if any(files.shapes.get(name) != whole_shape(it) for name, it in tensors.items()):
         return False
-    # A scalar has no rows.
-    if [] in shapes.values():
-        return False
-    # transformers does not tie tensors whose values in the files differ.
-    tied: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights.shapes:
-            tied.setdefault(parameter, []).append(name)
-    with weights:
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    tied = [
+        (first[parameter], name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in files.shapes
+    ]
+    with files:
+        # transformers does not tie tensors whose values in the files differ.
         return all(
-            torch.equal(*(weights.rows(name, 0, sys.maxsize) for name in (names[0], other)))
-            for names in tied.values()
-            for other in names[1:]
+            one == other or torch.equal(files.whole(one), files.whole(other)) for one, other in tied
         )
 
 

@@ -1,17 +1,18 @@
 """Tensors of a model, converted from the tensors in its files.
 
 transformers renames tensors on loading a model, and fuses those of experts. This module applies
-the same conversion to one tensor at a time. So a rank reads only its own rows, and a loaded or
-saved model can be compared with its files.
+the same conversion to one tensor at a time. So a rank reads only its own numbers, and a saved model
+can be compared with its files.
 """
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -35,12 +36,8 @@ from transformers.utils.hub import cached_file
 
 from .tensor_shards import TensorShard
 
-SAMPLE_SIZE = 64
-"""Values in each compared sample of a tensor."""
-WIDE_ROW = 2**20
-"""Values of a row above which one sample of a tensor is compared instead of three."""
-MAX_COMPARED_BYTES = 2**28
-"""Most bytes to compare of tensors that cannot be converted by rows."""
+SAMPLE = 64
+"""Numbers in each of the three compared samples of a tensor."""
 
 Read = Callable[[str], Tensor]
 """Name of a tensor in the files -> its values."""
@@ -82,7 +79,7 @@ class TensorGroup:
         selected = [source for sources in lists.values() for source in sources[start:stop]]
         return TensorGroup(self.target, self.converter, selected)
 
-    def convert(self, model: PreTrainedModel, read: Read) -> dict[str, Tensor]:
+    def convert(self, model: Any, read: Read) -> dict[str, Tensor]:
         """Return the model's tensors by name."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
@@ -94,7 +91,12 @@ class TensorGroup:
 
 
 def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
-    """Group the tensors of files by the tensors of the model that they become."""
+    """Group the tensors of files by the tensors of the model that they become.
+
+    Without a model, they keep their names.
+    """
+    if model is None:
+        return [TensorGroup(name, None, [(name, name)]) for name in names]
     transforms = get_model_conversion_mapping(model)
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
@@ -115,36 +117,26 @@ def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
 
 
 def converted_shapes(
-    model: PreTrainedModel | None, shapes: Mapping[str, Iterable[int]]
-) -> dict[str, tuple[list[int], TensorGroup]]:
-    """Return the shape and group of each tensor of the model, from the shapes in the files.
-
-    Without a model, tensors keep their names and shapes.
-    """
-    if model is None:
-        return {
-            name: (list(shape), TensorGroup(name, None, [(name, name)]))
-            for name, shape in shapes.items()
-        }
+    model: Any, shapes: Mapping[str, Iterable[int]]
+) -> dict[str, tuple[tuple[int, ...], TensorGroup]]:
+    """Return the shape and group of each tensor of the model, from the shapes in the files."""
 
     def read(name: str) -> Tensor:
         return torch.empty(tuple(shapes[name]), device="meta")
 
-    converted = {}
-    for group in group_tensors(model, shapes):
-        for name, tensor in group.convert(model, read).items():
-            converted[name] = (list(tensor.shape), group)
-    return converted
-
-
-def model_class_of(model: Any) -> type[Any]:
-    """Return a model's class; FSDP2 replaces it by a subclass."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    return {
+        name: (tuple(tensor.shape), group)
+        for group in group_tensors(model, shapes)
+        for name, tensor in group.convert(model, read).items()
+    }
 
 
 def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
     """Return an unsharded copy of the model on the meta device, or one of another class."""
-    model_class = model_class or model_class_of(model)
+    if model_class is None:
+        # FSDP2 replaces the class by a subclass.
+        classes = type(model).__mro__
+        model_class = next(one for one in classes if not issubclass(one, FSDPModule))
     config = copy.deepcopy(model.config)
     # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
     nested = [getattr(config, name, None) for name in config.sub_configs]
@@ -162,11 +154,12 @@ def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
     return copied  # type: ignore[no-any-return]
 
 
-class Weights:
-    """Reads rows of a model's tensors from its files."""
+class WeightFiles:
+    """Reads a model's tensors from its files, as ranges of flat numbers."""
 
-    def __init__(self, model: PreTrainedModel | None, files: Mapping[str, str]) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any = None, files: Mapping[str, str] = {}) -> None:
+        """`files`: tensor -> its file. Without a model, tensors keep their names."""
+        self._model = model
         self._files = files
         self._stack = ExitStack()
         self._opened: dict[str, Any] = {}
@@ -179,7 +172,7 @@ class Weights:
         self.shapes = {name: shape for name, (shape, _) in converted.items()}
         """Tensor of the model -> its shape after conversion."""
 
-    def __enter__(self) -> "Weights":
+    def __enter__(self) -> Self:
         for path in sorted({*self._files.values()}):
             self._opened[path] = self._stack.enter_context(safe_open(path, "pt"))
         return self
@@ -188,52 +181,53 @@ class Weights:
         self._stack.close()
         self._opened, self._last = {}, {}
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a tensor, or a scalar."""
-        group = self._groups[name]
-        if not self.shapes[name]:
-            return group.convert(self._model, self._whole)[name]
-        if group.converter is None:
-            rows: Tensor = self._slice(group.sources[0][1])[start:stop]
-            return rows
-        if group.by_rows and stop > start:
-            return group.rows(start, stop).convert(self._model, self._whole)[name]
-        if name not in self._last:
-            self._last = group.convert(self._model, self._whole)
-        return self._last[name][start:stop]
+    def fill(self, name: str, shard: TensorShard) -> None:
+        """Read the numbers of a shard."""
+        if size := shard.values.numel():
+            shard.values.copy_(self.numbers(name, shard.start, shard.start + size))
+
+    def numbers(self, name: str, start: int, stop: int) -> Tensor:
+        """Read a range of a flattened tensor, from the rows that hold it."""
+        group, shape = self._groups[name], self.shapes[name]
+        row = max(1, math.prod(shape[1:]))
+        first, last = start // row, -(-stop // row)
+        if group.converter is None and shape:
+            rows: Tensor = self._slice(group.sources[0][1])[first:last]
+        elif group.by_rows:
+            rows = group.rows(first, last).convert(self._model, self._whole)[name]
+        else:
+            if name not in self._last:
+                self._last = group.convert(self._model, self._whole)
+            rows = self._last[name].reshape(-1)[first * row : last * row]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor."""
+        shape = self.shapes[name]
+        return self.numbers(name, 0, math.prod(shape)).view(shape)
 
     def differing(self, shards: Mapping[str, TensorShard], dtype: torch.dtype | None) -> str:
         """Compare samples of each shard with the files; describe the first difference, or "".
 
         `dtype` is the type of saving.
         """
-        left = MAX_COMPARED_BYTES
         for name, shard in sorted(shards.items()):
-            if self.shapes[name] != list(shard.shape):
-                return f"{name} has the shape {list(shard.shape)}; in its file {self.shapes[name]}"
-            group = self._groups[name]
-            if group.converter is not None and not group.by_rows and name not in self._last:
-                left -= 4 * torch.Size(shard.shape).numel()
-                if left < 0:
-                    continue
-            for start, stop in sample_spans(shard, crc32(name.encode())):
-                if not self._same(name, shard, start, stop, dtype):
+            if name not in self.shapes:
+                return f"{name} is missing"
+            if self.shapes[name] != shard.shape:
+                return f"{name} has the shape {[*shard.shape]}; in its file {[*self.shapes[name]]}"
+            size = shard.values.numel()
+            last = max(0, size - SAMPLE)
+            for offset in {0, crc32(name.encode()) % (last + 1), last} if size else ():
+                ours = shard.values[offset : offset + SAMPLE].to("cpu")
+                start = shard.start + offset
+                stored = self.numbers(name, start, start + len(ours))
+                # Trained weights may be more precise than what is saved of them.
+                common = dtype if dtype and stored.is_floating_point() else ours.dtype
+                pair = ours.to(common), stored.to(common)
+                if not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
                     return f"{name} has other values than its file"
         return ""
-
-    def _same(
-        self, name: str, shard: TensorShard, start: int, stop: int, dtype: torch.dtype | None
-    ) -> bool:
-        row = max(1, torch.Size(shard.shape[1:]).numel())
-        first = start // row
-        stored = self.rows(name, first, -(-stop // row)).reshape(-1)
-        stored = stored[start - first * row : stop - first * row]
-        ours = shard.values[start - shard.start : stop - shard.start].to("cpu")
-        # Compare in the dtype of saving: trained weights may be more precise.
-        common = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
-        ours, stored = ours.to(common), stored.to(common)
-        # NaN counts as equal to NaN.
-        return bool(((ours == stored) | ((ours != ours) & (stored != stored))).all())
 
     def _slice(self, name: str) -> Any:
         return self._opened[self._files[name]].get_slice(name)
@@ -241,18 +235,6 @@ class Weights:
     def _whole(self, name: str) -> Tensor:
         tensor: Tensor = self._opened[self._files[name]].get_tensor(name)
         return tensor
-
-
-def sample_spans(shard: TensorShard, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans of a shard to compare, as offsets in the flat tensor."""
-    size = shard.values.numel()
-    if size <= 3 * SAMPLE_SIZE:
-        yield from [(shard.start, shard.start + size)] if size else []
-        return
-    row = torch.Size(shard.shape[1:]).numel()
-    last = size - SAMPLE_SIZE
-    for offset in [seed % last] if row > WIDE_ROW else [0, seed % last, last]:
-        yield shard.start + offset, shard.start + offset + SAMPLE_SIZE
 
 
 def find_weight_files(path: str, revision: str | None) -> dict[str, str]:

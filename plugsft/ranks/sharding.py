@@ -5,8 +5,8 @@ The loop sees a model and an optimizer, whichever of them is used.
 
 import copy
 import importlib
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +45,17 @@ def shard_model(
     """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
     names = load.names_in_files(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _scatter_weights(model, accelerator, names, load)
+        _read_weights(accelerator, load, names, dict(model.named_parameters()))
         with explain_optimizer(accelerator, "the plugin's optimizer"):
             optimizer = make(model)
         engine, zero = accelerator.prepare(model, ensure_updates_trained_weights(model, optimizer))
         if loads_in_bfloat16(accelerator):
-            _copy_float32_weights(model, names, load)
+            # DeepSpeed makes its float32 weights of rounded ones.
+            weights = weights_of(accelerator, engine, zero)
+            with torch.no_grad(), load.files as files:
+                for name, parameter in weights.parameters().items():
+                    if name in names:
+                        weights.fill(parameter, partial(files.fill, names[name]))
         flat_tensors = len(zero.optimizer.fp32_partitioned_groups_flat)
         ensure_suits_zero3(zero.optimizer.optimizer, model, flat_tensors)
         return engine, zero
@@ -87,7 +92,7 @@ def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Modu
     names = load.names_in_files(model)
     model.requires_grad_(False).eval()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _scatter_weights(model, accelerator, names, load)
+        _read_weights(accelerator, load, names, dict(model.named_parameters()))
         deepspeed: Any = importlib.import_module("deepspeed")
         config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
         engine: Module = deepspeed.initialize(model=model, config=config)[0]
@@ -111,54 +116,29 @@ def _shard_by_rows(model: Any, accelerator: Accelerator, names: dict[str, str], 
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     tensors = _tensors(model)
-    with torch.no_grad(), load.weights() as weights:
+    with torch.no_grad():
         for name, tensor in present.items():
             tensors[name].copy_(tensor)
-        for name, stored in names.items():
-            shard = shard_of(tensors[name])
-            row = tensors[name][:1].numel()
-            start, stop = shard.start // row, (shard.start + shard.values.numel()) // row
-            shard.values.copy_(weights.rows(stored, start, stop).reshape(-1))
+    _read_weights(accelerator, load, names, tensors)
 
 
-def _scatter_weights(
-    model: Module, accelerator: Accelerator, names: dict[str, str], load: Load
+def _read_weights(
+    accelerator: Accelerator, load: Load, names: dict[str, str], tensors: dict[str, Any]
 ) -> None:
-    """Read each tensor on one rank, and let DeepSpeed scatter it."""
-    if not names:
-        return
-    deepspeed: Any = importlib.import_module("deepspeed")
-    tensors = dict(model.named_parameters())
-    with torch.no_grad(), load.weights() as weights:
+    """Read this rank's shard of the weights that are not loaded yet.
+
+    Under ZeRO-3 one rank reads each tensor, and DeepSpeed scatters it: it alone knows its copies.
+    """
+    with torch.no_grad(), load.files as files:
         for name, stored in names.items():
-            parameter: Any = tensors[name]
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if accelerator.is_main_process:
-                    parameter.copy_(weights.rows(stored, 0, parameter.ds_shape[0]))
-
-
-def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> None:
-    """Copy float32 files into DeepSpeed's float32 weights, made from rounded ones."""
-    access: Any = importlib.import_module("deepspeed").utils
-    tensors: dict[str, Any] = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name in names and parameter.requires_grad
-    }
-    if not tensors:
-        return
-    with torch.no_grad(), load.weights() as weights:
-        for name, parameter in tensors.items():
-            shard, row = shard_of(parameter), math.prod(parameter.ds_shape[1:])
-            if not shard.values.numel():
+            tensor = tensors[name]
+            if not hasattr(tensor, "ds_tensor"):
+                files.fill(stored, shard_of(tensor))
                 continue
-            first, stop = shard.start // row, shard.start + shard.values.numel()
-            rows = weights.rows(names[name], first, -(-stop // row))
-            if rows.dtype == torch.float32:
-                values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
-                exact = rows.reshape(-1)[shard.start - first * row : stop - first * row]
-                values.view(-1)[: len(exact)].copy_(exact)
-                access.safe_set_local_fp32_param(parameter, values)
+            deepspeed: Any = importlib.import_module("deepspeed")
+            with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                if accelerator.is_main_process:
+                    tensor.copy_(files.whole(stored))
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:
