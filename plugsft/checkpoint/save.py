@@ -3,18 +3,17 @@
 They are written atomically, without pickles, and only for their own recipe.
 """
 
+import copy
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -37,10 +36,9 @@ from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reas
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from .files import ShardReader, Shards, host_has_room, owned_shards, stage, write_shards
-from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock, read_json
+from .files import ShardReader, host_has_room, owned_shards, stage, write_shards
+from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock
 from .state import TrainState
-from .tree import copy_state
 
 
 class Best(NamedTuple):
@@ -52,27 +50,23 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being written.
-
-    First all ranks write their numbers. Then, in a second task, the main process adds state.json
-    and gives the folder its name.
-    """
+    """A checkpoint whose numbers are being written."""
 
     step: int
     folder: Path
     """The unfinished folder, into which all ranks write."""
     facts: Mapping[str, Any]
     """The content of state.json."""
-    in_background: bool
-    task: Future[Any]
-    written_by_all: bool = False
+    task: Future[dict[str, Stamp]]
+    """Writes this rank's numbers; gives the stamps of its files."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save copies this rank's state; a thread writes the copies while the training goes on.
-    Collectives stay on the main thread: `publish` asks whether all ranks have written.
+    `begin` copies this rank's state; a thread writes the copies while the training goes on. Once
+    all ranks have written, `publish` adds state.json and gives the folder its name. Collectives
+    stay on the main thread.
     """
 
     def __init__(
@@ -132,19 +126,11 @@ class Checkpoints:
         if best is None or best.step == step:
             yield step
             return
-        devices: dict[Tensor, torch.device] = {}
-
-        def to_host(tensor: Tensor) -> Tensor:
-            copy = tensor.detach().to("cpu", copy=True)
-            devices[copy] = tensor.device
-            return copy
-
         with agreed(self._accelerator, "copying the state of the plugins"):
-            plugin_states = copy_state(self._active.state_dicts(), to_host)
+            states = copy.deepcopy(self._active.state_dicts())
         self._load([step_folder(self.folder, best.step)], goes_on=False)
         yield best.step
         with agreed(self._accelerator, "restoring the state of the plugins"):
-            states = copy_state(plugin_states, lambda tensor: tensor.to(devices[tensor]))
             self._active.load_state_dicts(states)
 
     def save(self, step: int) -> None:
@@ -158,30 +144,23 @@ class Checkpoints:
         if self.saved == step:
             return
         accelerator, operation, folder = self._accelerator, f"saving step {step}", None
+        with agreed(accelerator, operation):
+            described, shards = self._state.describe(self._active.state_dicts())
+            text = json.dumps(described)
+        if not are_alike(accelerator, text):
+            described["refused"] = find_difference(accelerator, described)
+        if refused := described["refused"]:
+            self._warn(f"checkpoints of this run cannot be resumed: {refused}")
+        owned = owned_shards(self._rank, shards)
+        # All ranks measure before one copies.
+        copies = all_done(accelerator, host_has_room(self._memory, owned))
         target = step_folder(self.folder, step)
         with agreed(accelerator, operation), writing(target):
+            if copies:
+                owned = stage(self._memory, owned)
             if accelerator.is_main_process:
                 folder = begin_folder(target)
-        folder = gathered(accelerator, folder)[0]
-        with self._removing_at_failure(folder):
-            with agreed(accelerator, operation):
-                described, shards = self._state.describe(self._active.state_dicts())
-                text = json.dumps(described)
-            if not are_alike(accelerator, text):
-                described["refused"] = find_difference(accelerator, described)
-            if refused := described["refused"]:
-                self._warn(f"checkpoints of this run cannot be resumed: {refused}")
-            owned = owned_shards(self._rank, shards)
-            # All ranks measure before one copies.
-            in_background = all_done(accelerator, host_has_room(self._memory, owned))
-            if in_background:
-                with agreed(accelerator, operation):
-                    owned = stage(self._memory, owned)
-            else:
-                self._warn(
-                    "the host has too little free memory for copies of a checkpoint; training "
-                    "stops while checkpoints are written"
-                )
+        folder = from_main(folder)
         facts: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
@@ -193,70 +172,47 @@ class Checkpoints:
             "inputs": self._inputs,
             **described,
         }
-        write = partial(self._write, step, folder, owned, in_background)
-        task = self._start(write, in_background)
-        self._saving, self.saved = Saving(step, folder, facts, in_background, task), step
+        task = self._thread.submit(write_shards, folder, self._rank, owned, not copies)
+        if not copies:
+            self._warn(
+                "the host has too little free memory for copies of a checkpoint; training "
+                "stops while checkpoints are written"
+            )
+            task.exception()  # waits
+        self._saving, self.saved = Saving(step, folder, facts, task), step
 
     def publish(self, wait: bool = False) -> int | None:
         """Publish the last checkpoint if all ranks have written it; return its step.
 
         Without `wait`, return None if a rank still writes.
         """
-        while (saving := self._saving) and (
-            wait or all_done(self._accelerator, saving.task.done())
-        ):
-            self._saving = None  # also if the next lines fail
-            with (
-                self._removing_at_failure(saving.folder),
-                agreed(self._accelerator, f"saving step {saving.step}"),
-            ):
-                saving.task.result()
-            if saving.written_by_all:
-                self.published = saving.step
-                return saving.step
-            task = self._start(partial(self._finish, saving), saving.in_background)
-            self._saving = replace(saving, task=task, written_by_all=True)
-        return None
+        accelerator, saving = self._accelerator, self._saving
+        if saving is None or not (wait or all_done(accelerator, saving.task.done())):
+            return None
+        self._saving = None  # also if the next lines fail
+        operation, target = f"saving step {saving.step}", step_folder(self.folder, saving.step)
+        try:
+            with agreed(accelerator, operation), writing(target):
+                stamps = saving.task.result()
+            stamps = dict(ChainMap(*gathered(accelerator, stamps)))
+            with agreed(accelerator, operation), writing(target):
+                if accelerator.is_main_process:
+                    stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
+                    finish(saving.folder, target, lambda _: False, stamps)
+        except BaseException:
+            if accelerator.is_main_process:
+                remove(saving.folder)
+            raise
+        if accelerator.is_main_process:
+            self._thread.submit(self._remove_oldest, saving.step, saving.facts["best"])
+        self.published = saving.step
+        return saving.step
 
     def rescue(self) -> None:
-        """Publish the last checkpoint, if possible, as the run fails: ranks cannot agree."""
-        with suppress(Exception):  # the first failure ends the run
-            if saving := self._saving:
-                saving.task.result()
-                if not saving.written_by_all:
-                    self._finish(saving)
-
-    def _start(self, work: Callable[[], None], in_background: bool) -> "Future[Any]":
-        task = self._thread.submit(work)
-        if not in_background:
-            task.exception()  # waits
-        return task
-
-    def _write(self, step: int, folder: Path, owned: Shards, in_background: bool) -> None:
-        """Write this rank's numbers, and tell the main process their checksums."""
-        with writing(step_folder(self.folder, step)):
-            stamps = write_shards(folder, self._rank, owned, not in_background)
-            write_json(stamps_file(folder, self._rank), stamps)
-
-    def _finish(self, saving: Saving) -> None:
-        """Add state.json, give the folder its name, and remove old checkpoints."""
-        if not self._accelerator.is_main_process:
-            return
-        target = step_folder(self.folder, saving.step)
-        with writing(target):
-            stamps = stamps_of_ranks(saving.folder, self._accelerator.num_processes)
-            stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
-            finish(saving.folder, target, lambda _: False, stamps)
-        self._remove_oldest(saving.step, saving.facts["best"])
-
-    @contextmanager
-    def _removing_at_failure(self, folder: Path) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._accelerator.is_main_process:
-                remove(folder)
-            raise
+        """Publish the last checkpoint as the run fails; several ranks cannot agree any more."""
+        if self._accelerator.num_processes == 1:
+            with suppress(Exception):  # the first failure ends the run
+                self.publish(wait=True)
 
     def _warn(self, what: str) -> None:
         """Warn once of each thing."""
@@ -285,10 +241,6 @@ class Checkpoints:
 
     def _load(self, checkpoints: Sequence[Path], goes_on: bool = True) -> dict[str, Any]:
         """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
-        # Each rank has listed the folder itself.
-        names = ", ".join(path.name for path in checkpoints) or "none"
-        facts = {"the checkpoints to resume from": names}
-        ensure_alike(self._accelerator, facts, "All nodes must see one output folder")
         path = first_undamaged(self._accelerator, checkpoints)
         if path is None:
             return {}
@@ -348,32 +300,17 @@ def first_difference(one: Any, other: Any) -> str:
     return ""
 
 
-def stamps_file(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves the checksums of what it wrote."""
-    return folder / f".rank-{rank:05d}.json.tmp"
-
-
-def stamps_of_ranks(folder: Path, ranks: int) -> dict[str, Stamp]:
-    """Return the checksums that all ranks leave in the folder of a checkpoint."""
-    # If this rank failed alone, others may still write.
-    stamps, end = {}, time.monotonic() + 30
-    for path in (stamps_file(folder, rank) for rank in range(ranks)):
-        while not path.exists() and time.monotonic() < end:
-            time.sleep(0.1)
-        stamps.update(read_json(path))
-    return stamps
-
-
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:
     """Return the first undamaged checkpoint; each rank compares a share of the files."""
     share = accelerator.process_index, accelerator.num_processes
-    for path in checkpoints:
+    damaged: list[str] = []
+    for path in from_main(checkpoints):  # one list: each rank has looked for itself
         errors = [error for error in gathered(accelerator, damage(path, share=share)) if error]
         if not errors:
+            for problem in damaged:
+                say(f"warning: {problem}; trying the one before")
             return path
-        if path is not checkpoints[-1]:
-            say(f"warning: {path} is damaged: {errors[0]}; trying the one before")
-    if checkpoints:
-        more = f", as is each of the {len(checkpoints) - 1} newer ones" if checkpoints[1:] else ""
-        raise CheckpointError(f"{checkpoints[-1]}: the checkpoint is damaged: {errors[0]}{more}")
+        damaged.append(f"{path}: the checkpoint is damaged: {errors[0]}")
+    if damaged:
+        raise CheckpointError("; ".join(damaged))
     return None

@@ -5,7 +5,7 @@ hold. Any other must be equal on all ranks; the first one writes it, or a small 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -180,20 +180,6 @@ class Decoder:
         )
         self.reader.fill(described["slice"], TensorShard(values.view(-1), shard.start, shard.shape))
         return WeightSlice(name, values)
-
-
-def copy_state(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a plugin's state, with `copy(tensor)` for each tensor."""
-    if isinstance(state, Tensor):
-        return copy(state)
-    if isinstance(state, WeightSlice):
-        return WeightSlice(state.weight, copy(state.values))
-    if isinstance(state, Mapping):
-        return {key: copy_state(value, copy) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        values = [copy_state(value, copy) for value in state]
-        return tuple(values) if isinstance(state, tuple) else values
-    return state
 
 
 def where_in_plugin(name: str) -> str:
