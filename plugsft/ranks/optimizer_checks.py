@@ -7,12 +7,10 @@ updated on its own. Two steps with tiny weights tell.
 """
 
 import copy
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +23,18 @@ from ..base.errors import PluginError, RecipeError, out_of_memory, reason_of
 from ..recipe.tables import Train
 from .agree import is_lost
 
-SETTINGS = ("beta1", "beta2", "eps", "weight_decay")
-"""Settings of [train] that the core's AdamW uses, and another optimizer may not."""
-
-PLAIN = bool | int | float | str
-SHAPES = [(4, 6), (5, 1)]
+SETTINGS = {
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "eps": ("eps", None),
+    "weight_decay": ("weight_decay", None),
+}
+"""Settings of [train] that the core's AdamW uses, and another optimizer may not: setting -> its
+name in a parameter group, and its place there."""
+SHAPES = [(4, 8), (16, 1)]
 """Shapes of the tiny weights."""
+PIECES = [16, 8]
+"""Numbers of the flat tensors that each of two ranks has of the tiny weights."""
 WEIGHTS = {"FSDP": "the DTensors of FSDP2", "DEEPSPEED": "the empty weights of ZeRO-3"}
 """How an optimizer sees weights under each strategy that shards them."""
 CURE = "Launch with DDP or FSDP2 (recipes/accelerate/), or use another optimizer"
@@ -54,9 +58,6 @@ def explain_optimizer(accelerator: Accelerator, name: str) -> Iterator[None]:
 def ensure_suits_zero3(optimizer: Optimizer, model: Module, flat_tensors: int) -> None:
     """Refuse an optimizer that updates flat pieces of weights otherwise than whole weights."""
     name = type(optimizer).__name__
-    _, *inner = optimizers_in(optimizer)
-    if inner:
-        raise _unsuitable(f"{name} passes them to {type(inner[0]).__name__}")
     if callable(getattr(optimizer, "eval", None)):
         raise PluginError(
             f"{name} has an evaluation mode, and between steps ZeRO-3 leaves an optimizer no "
@@ -64,81 +65,71 @@ def ensure_suits_zero3(optimizer: Optimizer, model: Module, flat_tensors: int) -
         )
     if hasattr(optimizer, "__del__"):
         return  # The end of a copy would free what the optimizer needs.
-    update = partial(_two_steps, optimizer, [*model.parameters()])
-    try:
-        shaped, initial, values = update(SHAPES)
-    except Exception:
-        return  # It needs the real weights.
-    try:
-        flat, _, _ = update([(len(shaped),)])
-    except Exception as error:
-        raise _unsuitable(f"{name} does not take them: {error}") from error
-    if not torch.allclose(shaped, flat, rtol=1e-4, atol=1e-7):
-        raise _unsuitable(f"{name} updates weights by their shape")
-    if values != update(SHAPES, scale=3.0)[2]:
-        raise _unsuitable(f"{name} keeps a value that depends on all gradients in its groups")
-    if values != initial and flat_tensors > 1:
-        raise PluginError(
-            f"{name} counts in its parameter groups, and ZeRO-3 calls it {flat_tensors} times a "
-            "step, once for each group. Give it one parameter group, or launch with DDP or FSDP2"
-        )
+    parameters = [*model.parameters()]
+    weights = torch.linspace(-1, 1, 2 * sum(PIECES)).to(parameters[0].device)
+    pieces = [(size,) for size in PIECES] if flat_tensors > 1 else [(sum(PIECES),)]
+    device = weights.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            whole = _two_steps(optimizer, parameters, weights, SHAPES, at_once=True)
+        except Exception:
+            return  # It needs the real weights.
+        try:
+            ranks = [
+                _two_steps(optimizer, parameters, half, pieces, at_once=False)
+                for half in weights.chunk(2)
+            ]
+        except Exception as error:
+            raise _unsuitable(name, flat_tensors) from error
+    # It updates nothing if it passes the weights on to other optimizers.
+    if torch.equal(whole, weights) or not torch.allclose(
+        whole, torch.cat(ranks), rtol=1e-4, atol=1e-7
+    ):
+        raise _unsuitable(name, flat_tensors)
+
+
+def _unsuitable(name: str, flat_tensors: int) -> PluginError:
+    return PluginError(
+        f"{name} would learn something else under ZeRO-3, which gives it flat pieces of many "
+        f"weights, and calls it {flat_tensors} times a step, once for each group: it reads shapes, "
+        f"adds up over weights, counts its calls, or passes weights on. {CURE}"
+    )
 
 
 def _two_steps(
     optimizer: Optimizer,
-    parameters: list[Tensor],
+    parameters: Sequence[Tensor],
+    numbers: Tensor,
     shapes: Sequence[tuple[int, ...]],
-    scale: float = 1.0,
-) -> tuple[Tensor, str, str]:
-    """Update tiny weights twice; return them, and the optimizer's values before and after."""
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    device = parameters[0].device
-    numbers = torch.linspace(-1, 1, sum(math.prod(shape) for shape in shapes))
+    at_once: bool,
+) -> Tensor:
+    """Update numbers twice, as weights of these shapes: all at once, or each as its own group."""
+    sizes = [math.prod(shape) for shape in shapes]
     weights = [
-        torch.nn.Parameter(values.view(shape).to(device))
-        for values, shape in zip(_split(numbers, shapes), shapes, strict=True)
+        torch.nn.Parameter(values.clone().view(shape))
+        for values, shape in zip(torch.split(numbers, sizes), shapes, strict=True)
     ]
+    groups = [weights] if at_once else [[weight] for weight in weights]
+    twin = _copy(optimizer, parameters, groups)
+    for step in range(2):
+        for group in groups:
+            twin.zero_grad()
+            for weight in group:
+                weight.grad = torch.sin(weight.detach() * (7 + step))
+            twin.step()
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def _copy(optimizer: Optimizer, parameters: Sequence[Tensor], groups: list[Any]) -> Optimizer:
+    """Copy an optimizer with its first group's settings, for groups of other weights."""
     twin = object.__new__(type(optimizer))
     skipped = ("state", "param_groups", "step")  # a schedule may have wrapped `step`
     attributes = {key: value for key, value in vars(optimizer).items() if key not in skipped}
     vars(twin).update(copy.deepcopy(attributes, {id(tensor): tensor for tensor in parameters}))
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     twin.state = defaultdict(dict)
-    twin.param_groups = [{**copy.deepcopy(group), "params": weights}]
-    initial = _values_of(twin)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for step in range(2):
-            torch.manual_seed(step)
-            gradients = torch.sin(numbers * (7 + step)) * scale
-            for weight, gradient in zip(weights, _split(gradients, shapes), strict=True):
-                weight.grad = gradient.view(weight.shape).to(device)
-            twin.step()
-    values = torch.cat([weight.detach().flatten().cpu() for weight in weights])
-    return values, initial, _values_of(twin)
-
-
-def _values_of(optimizer: Optimizer) -> str:
-    """Return the values of an optimizer and of its groups as text, to compare."""
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    own = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN)}
-    return json.dumps((groups, own), default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else str(type(value))
-
-
-def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-    return torch.split(numbers, [math.prod(shape) for shape in shapes])
-
-
-def _unsuitable(reason: str) -> PluginError:
-    return PluginError(
-        f"ZeRO-3 gives an optimizer flat pieces of many weights, and {reason}. It would learn "
-        f"something else than under other launchers. {CURE}"
-    )
+    twin.param_groups = [copy.deepcopy(settings) | {"params": weights} for weights in groups]
+    return twin
 
 
 def ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optimizer:
@@ -185,25 +176,23 @@ def ensure_uses_settings(optimizer: Optimizer, train: Train, plugins: Sequence[s
     """
     groups = [group for part in optimizers_in(optimizer) for group in part.param_groups]
     made_by = " and ".join(f"plugin '{name}'" for name in plugins)
-    problems = [
-        f"remove train.{key} = {value}: the optimizer of {made_by} does not use it (no parameter "
-        f"group of {type(optimizer).__name__} has this value as {_name_in_groups(key)})"
-        for key in SETTINGS
-        if (value := getattr(train, key)) != Train.model_fields[key].default
-        and not any(_holds(group, key, value) for group in groups)
-    ]
+    problems = []
+    for setting, (name, place) in SETTINGS.items():
+        value, default = getattr(train, setting), Train.model_fields[setting].default
+        if value == default or any(_holds(group.get(name), place, value) for group in groups):
+            continue
+        where = f"'{name}'" if place is None else f"{name}[{place}]"
+        problems.append(
+            f"remove train.{setting} = {value}: the optimizer of {made_by} does not use it (no "
+            f"parameter group of {type(optimizer).__name__} has this value as {where})"
+        )
     if problems and plugins:
         raise RecipeError(problems)
 
 
-def _holds(group: Mapping[str, Any], key: str, value: float) -> bool:
-    """Tell whether a parameter group holds a setting, named as in torch."""
-    slices = {"beta1": slice(0, 1), "beta2": slice(1, 2)}
-    numbers = group.get("betas", ())[slices[key]] if key in slices else group.get(key)
+def _holds(given: Any, place: int | None, value: float) -> bool:
+    """Tell whether what a parameter group has under a name holds a value."""
     # Adafactor has two values of eps, the first of them None.
-    items = numbers if isinstance(numbers, list | tuple) else [numbers]
-    return any(n is not None and math.isclose(float(n), value, rel_tol=1e-6) for n in items)
-
-
-def _name_in_groups(key: str) -> str:
-    return {"beta1": "betas[0]", "beta2": "betas[1]"}.get(key, f"'{key}'")
+    numbers = [*given] if isinstance(given, list | tuple) else [given]
+    wanted = numbers if place is None else numbers[place : place + 1]
+    return any(n is not None and math.isclose(float(n), value, rel_tol=1e-6) for n in wanted)
