@@ -166,7 +166,7 @@ class OpenRun:
 
     def agreed(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; agree on failures and on stopping before going on."""
-        return self.stopping.agreed(self.accelerator, operation)
+        return self.stopping.agreed(operation)
 
     @contextmanager
     def lifecycle(self) -> Iterator[None]:
@@ -238,9 +238,7 @@ class OpenRun:
         with self.agreed("planning the evaluation"):
             ranks = self.accelerator.num_processes
             plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
-        return self.loader.load(
-            plan.plan_step, plan.tokens, range(1, plan.steps + 1), self.ranks.agree
-        )
+        return self.loader.load(plan.plan_step, plan.tokens, range(1, plan.steps + 1), self.agreed)
 
     def evaluation_due(self) -> bool:
         """Tell whether the model is evaluated after this step, and has not been yet."""

@@ -69,8 +69,8 @@ def connect_ranks(recipe: Recipe, active: Active, machine: Machine, data: Prepar
     """Connect the ranks; refuse other recipes, plugins, data or outputs on some of them."""
     accelerator = connect(recipe, machine)
     facts = recipe_facts(recipe) | active.facts() | data.facts()
-    ensure_alike(accelerator, facts, SAME_INPUTS)
-    ensure_one_output(accelerator, recipe)
+    ensure_alike(facts, SAME_INPUTS)
+    ensure_one_output(recipe)
     return accelerator
 
 
@@ -85,7 +85,7 @@ def load_model(
         load.kwargs["dtype"] = torch.bfloat16
 
     def make_optimizer(model: Module) -> Optimizer:
-        with agreed(accelerator, "making the optimizer"):
+        with agreed("making the optimizer"):
             optimizer = active.hooks.optimizer(model=model, train=recipe.train)
             ensure_uses_settings(optimizer, recipe.train, active.having("optimizer"))
             return optimizer
@@ -93,12 +93,12 @@ def load_model(
     with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
         # DeepSpeed scatters each tensor as it is made, so there ranks cannot agree afterwards.
         scatters = accelerator.distributed_type == DistributedType.DEEPSPEED
-        with nullcontext() if scatters else agreed(accelerator, "loading the model"):
+        with nullcontext() if scatters else agreed("loading the model"):
             model = active.hooks.optimize_model(load=load)
             ensure_saveable(model)
             model.train()
             facts = model_facts(model, load)
-        ensure_alike(accelerator, facts, SAME_INPUTS)
+        ensure_alike(facts, SAME_INPUTS)
         module, optimizer = shard_model(accelerator, load, model, make_optimizer)
     weights = weights_of(accelerator, module, optimizer)
     return Loaded(load, module, optimizer, weights, facts[MODEL_FILES])
@@ -108,12 +108,12 @@ def plan_steps(
     recipe: Recipe, active: Active, accelerator: Accelerator, tokens: Tokens, optimizer: Any
 ) -> tuple[Plan, Schedule]:
     """Plan steps and learning rates, the same on every rank."""
-    with agreed(accelerator, "planning the steps"):
+    with agreed("planning the steps"):
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
         schedule = Schedule(factor, optimizer, plan.steps)
         facts = plan.facts() | schedule.facts()
-    ensure_alike(accelerator, facts, SAME_INPUTS)
+    ensure_alike(facts, SAME_INPUTS)
     return plan, schedule
 
 

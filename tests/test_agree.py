@@ -41,7 +41,7 @@ def _rank(rank, port, answers):
         WORLD_SIZE=str(RANKS),
         OMP_NUM_THREADS="1",
     )
-    accelerator = Accelerator(cpu=True)
+    Accelerator(cpu=True)  # joins the process group
     said = {}
 
     def note(name, enter, body=lambda rank: None):
@@ -52,17 +52,17 @@ def _rank(rank, port, answers):
             said[name] = (type(error).__name__, str(error))
 
     for name, (operation, body) in CASES.items():
-        note(name, partial(agreed, accelerator, operation), body)
-    note("elsewhere", partial(agreed, accelerator, "saving" if rank else "evaluating"))
+        note(name, partial(agreed, operation), body)
+    note("elsewhere", partial(agreed, "saving" if rank else "evaluating"))
 
     try:
-        ensure_alike(accelerator, {"tokens": "a", "seed": "1"}, "Cure.")
-        ensure_alike(accelerator, {"tokens": "ab"[rank == 2], "seed": str(rank // 2)}, "Cure.")
+        ensure_alike({"tokens": "a", "seed": "1"}, "Cure.")
+        ensure_alike({"tokens": "ab"[rank == 2], "seed": str(rank // 2)}, "Cure.")
     except LaunchError as error:
         said["alike"] = str(error)
     started = time.perf_counter()
     for _ in range(100):
-        with agreed(accelerator, "a step"):
+        with agreed("a step"):
             pass
     said["seconds"] = (time.perf_counter() - started) / 100
     answers.put((rank, said))
@@ -122,22 +122,22 @@ def test_a_rank_that_fails_ends_all_with_its_reason(said, name, failing, own, ot
 
 
 def test_an_error_names_both_operations_of_ranks_that_differ(said):
-    text = "the ranks are at different operations: rank 0 has evaluating, ranks 1-3 have saving"
+    groups = "rank 0 has evaluating, rank 1 and 2 more have saving"
+    text = f"the ranks are at different operations: {groups}"
     assert {one["elsewhere"] for one in said} == {("TrainError", text)}
 
 
 def test_an_error_names_what_differs_between_ranks(said):
     text = (
-        "the ranks differ in seed: ranks 0-1 have 0, ranks 2-3 have 1; "
-        "tokens: ranks 0-1, 3 have a, rank 2 has b. Cure."
+        "the ranks differ in seed: rank 0 and 1 more have 0, rank 2 and 1 more have 1; "
+        "tokens: rank 0 and 2 more have a, rank 2 has b. Cure."
     )
     assert {one["alike"] for one in said} == {text}
 
 
 def test_one_process_agrees_with_itself():
-    accelerator = Accelerator(cpu=True)
-    ensure_alike(accelerator, {"tokens": "a"}, "Cure.")
-    with pytest.raises(TrainError, match="mine"), agreed(accelerator, "saving"):
+    ensure_alike({"tokens": "a"}, "Cure.")
+    with pytest.raises(TrainError, match="mine"), agreed("saving"):
         raise TrainError("mine")
 
 

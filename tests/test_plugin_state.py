@@ -129,7 +129,7 @@ def save_states(folder, kind, accelerator, recipe, active):
     if run.held.rank == 0:
         (folder / "description.json").write_text(text)
     accelerator.wait_for_everyone()
-    return are_alike(accelerator, text)
+    return are_alike(text)
 
 
 def restore_states(folder, kind, accelerator, recipe, active):

@@ -1,6 +1,9 @@
 """Weights, compute and states have the dtypes that the run reports."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,10 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft.base.errors import LaunchError
-from plugsft.ranks import launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
+
+SIGNAL_AT_ITS_END = """
+import ctypes
+from plugsft.ranks.launcher import watch_launcher
+
+watch_launcher()
+number = ctypes.c_int()
+PR_GET_PDEATHSIG = 2
+ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+print(number.value)
+"""
+"""Prints the signal that a process gets when its launcher ends."""
 
 
 def told_of(weights, computes):
@@ -240,11 +254,8 @@ def test_only_a_launcher_is_watched(monkeypatch, name, watched):
     for sign in ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(sign, raising=False)
     monkeypatch.setenv(name, "no")
-    noted = []
-    monkeypatch.setattr(launcher, "WATCHED", noted)
-    monkeypatch.setattr(launcher, "_watch", lambda: None)
-    launcher.watch_launcher()
-    assert bool(noted) == watched
+    result = subprocess.run([sys.executable, "-c", SIGNAL_AT_ITS_END], stdout=subprocess.PIPE)
+    assert int(result.stdout) == (signal.SIGTERM if watched else 0)
 
 
 @pytest.mark.parametrize("steps", ["4", "auto"])

@@ -64,7 +64,7 @@ def save_model(
         if accelerator.is_main_process:
             shards[name] = held.shard(parameter)
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
-    with agreed(accelerator, "writing the trained model"):
+    with agreed("writing the trained model"):
         if accelerator.is_main_process:
             buffers = {} if adapter else persistent_buffers(plain)
             shards |= {name: shard_of(buffer) for name, buffer in buffers.items()}

@@ -126,11 +126,11 @@ class Checkpoints:
         if best is None or best.step == step:
             yield step
             return
-        with agreed(self._accelerator, "copying the state of the plugins"):
+        with agreed("copying the state of the plugins"):
             states = copy.deepcopy(self._active.state_dicts())
         self._load([step_folder(self.folder, best.step)], goes_on=False)
         yield best.step
-        with agreed(self._accelerator, "restoring the state of the plugins"):
+        with agreed("restoring the state of the plugins"):
             self._active.load_state_dicts(states)
 
     def save(self, step: int) -> None:
@@ -144,18 +144,18 @@ class Checkpoints:
         if self.saved == step:
             return
         accelerator, operation, folder = self._accelerator, f"saving step {step}", None
-        with agreed(accelerator, operation):
+        with agreed(operation):
             described, shards = self._state.describe(self._active.state_dicts())
             text = json.dumps(described)
-        if not are_alike(accelerator, text):
-            described["refused"] = find_difference(accelerator, described)
+        if not are_alike(text):
+            described["refused"] = find_difference(described)
         if refused := described["refused"]:
             self._warn(f"checkpoints of this run cannot be resumed: {refused}")
         owned = owned_shards(self._rank, shards)
         # All ranks measure before one copies.
-        copies = all_done(accelerator, host_has_room(self._memory, owned))
+        copies = all_done(host_has_room(self._memory, owned))
         target = step_folder(self.folder, step)
-        with agreed(accelerator, operation), writing(target):
+        with agreed(operation), writing(target):
             if copies:
                 owned = stage(self._memory, owned)
             if accelerator.is_main_process:
@@ -187,15 +187,15 @@ class Checkpoints:
         Without `wait`, return None if a rank still writes.
         """
         accelerator, saving = self._accelerator, self._saving
-        if saving is None or not (wait or all_done(accelerator, saving.task.done())):
+        if saving is None or not (wait or all_done(saving.task.done())):
             return None
         self._saving = None  # also if the next lines fail
         operation, target = f"saving step {saving.step}", step_folder(self.folder, saving.step)
         try:
-            with agreed(accelerator, operation), writing(target):
+            with agreed(operation), writing(target):
                 stamps = saving.task.result()
-            stamps = dict(ChainMap(*gathered(accelerator, stamps)))
-            with agreed(accelerator, operation), writing(target):
+            stamps = dict(ChainMap(*gathered(stamps)))
+            with agreed(operation), writing(target):
                 if accelerator.is_main_process:
                     stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
                     finish(saving.folder, target, lambda _: False, stamps)
@@ -246,7 +246,7 @@ class Checkpoints:
             return {}
         with (
             ShardReader(path, self._rank, self._accelerator.num_processes) as reader,
-            agreed(self._accelerator, f"reading {path.name}"),
+            agreed(f"reading {path.name}"),
         ):
             saved = ensure_same_run(path, self._recipe, self._active, self._inputs)
             if not 0 < saved["step"] <= self._steps:
@@ -271,20 +271,20 @@ class Checkpoints:
         return None
 
 
-def ensure_one_output(accelerator: Accelerator, recipe: Recipe) -> None:
+def ensure_one_output(recipe: Recipe) -> None:
     """Refuse ranks that see another output folder than the main process, which has locked it."""
-    with agreed(accelerator, "opening the output folder"), writing(recipe.folder):
+    with agreed("opening the output folder"), writing(recipe.folder):
         recipe.folder.mkdir(parents=True, exist_ok=True)
         # Opened for writing, a file comes from the network's server, not from a cache.
         with open_lock(recipe.folder) as file:
             file.seek(0)
             facts = {"the lock of the output folder": file.read() or "none"}
-    ensure_alike(accelerator, facts, "Give an output on a file system that all machines share")
+    ensure_alike(facts, "Give an output on a file system that all machines share")
 
 
-def find_difference(accelerator: Accelerator, described: Mapping[str, Any]) -> str:
+def find_difference(described: Mapping[str, Any]) -> str:
     """Name the first part of the state in which a rank differs from the main process."""
-    paths = gathered(accelerator, first_difference(from_main(described), described))
+    paths = gathered(first_difference(from_main(described), described))
     return f"{next(filter(None, paths))} differs between ranks"
 
 
@@ -305,7 +305,7 @@ def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Pa
     share = accelerator.process_index, accelerator.num_processes
     damaged: list[str] = []
     for path in from_main(checkpoints):  # one list: each rank has looked for itself
-        errors = [error for error in gathered(accelerator, damage(path, share=share)) if error]
+        errors = [error for error in gathered(damage(path, share=share)) if error]
         if not errors:
             for problem in damaged:
                 say(f"warning: {problem}; trying the one before")

@@ -1,16 +1,20 @@
-"""Ranks agree on the host: an operation succeeded on every rank, or all of them end.
+"""What ranks say to each other on the host.
 
-A rank that raises between two collectives would leave the others waiting in the next one. So work
-that can fail is done inside `agreed`, and what must be equal on all ranks is compared by
-`ensure_alike`. Where all is well, both cost one small all-reduce; text is sent on failure only.
-Where a rank fails elsewhere, as in a forward, `ending_together` ends the others with its reason.
+An agreement is one number: the sum of what each rank says of the operation that it is at. A rank
+that has failed, or wants to stop, says another number, and then all of them exchange texts. So an
+agreement costs one small all-reduce, and a rank that raises between two collectives never leaves
+the others waiting in the next one: it says so at the next agreement, where all of them raise.
+
+`agreed` is for work without collectives, `together` for work with them, `ensure_alike` compares
+what must be equal, and `Stopping.agreed` also carries signals and a plugin's wish to stop. A rank
+that fails elsewhere, as in a forward, ends the others by `ending_together`.
 """
 
 import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +31,10 @@ from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
 from .failures import failure, reason_of
 
-PATIENCE = 60.0
-"""Seconds that a failed rank waits for the others to agree, before it notifies them."""
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
-IN_OPERATION = 5.0
-"""The same, for a rank that failed inside an operation, where the others may wait for it."""
+PATIENCE = 5.0
+"""Seconds after which a rank that failed among collectives ends the others, which may hang."""
 KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -53,9 +55,9 @@ def is_known_to_all(error: BaseException) -> bool:
 
 @functools.cache
 def host_group() -> dist.ProcessGroup:
-    """Return a second group for agreements, with gloo even beside gloo.
+    """Make a second group for agreements, with gloo even beside gloo.
 
-    A failed rank can then vote while the others wait in a collective of the model. Making a group
+    A failed rank can then speak while the others wait in a collective of the model. Making a group
     is a collective, so all ranks make it in `connect`.
     """
     group: dist.ProcessGroup = dist.new_group(timeout=LONGEST, backend="gloo")
@@ -63,69 +65,52 @@ def host_group() -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True)
-class Vote:
-    """What a rank tells the others as it enters an operation."""
+class Said:
+    """What a rank says at an agreement."""
 
     operation: str
     failure: str | None = None
     """Why this rank failed in it, or before."""
-    fatal: bool = True
-    """Whether this rank cannot even save a checkpoint after its error."""
+    can_save: bool = False
+    """Whether this rank can save a checkpoint after its failure."""
     stop: str = ""
     """Why a plugin on this rank asks to end the run in good order."""
     signal: str = ""
     """The signal that asks this rank to end."""
 
     @property
-    def level(self) -> int:
-        """How bad it is: 0 fine, 1 stop or failed but able to save, 2 failed."""
-        failed = self.failure is not None
-        return 2 if failed and self.fatal else int(failed or bool(self.stop or self.signal))
+    def is_fine(self) -> bool:
+        """Whether there is no more to say than the operation."""
+        return self.failure is None and not self.stop and not self.signal
 
 
-def vote(
-    accelerator: Accelerator,
-    own: Vote,
-    error: Exception | None = None,
-    patience: float = PATIENCE,
-) -> list[Vote]:
-    """Exchange votes before an operation; return those of all ranks, unless all are fine.
-
-    One small all-reduce on the host; texts are sent only if a rank failed or asks to stop.
-    """
-    if accelerator.num_processes == 1:
-        return [own] if own.level else []
-    late = error and threading.Timer(patience, failure.publish, [error])
+def say_to_all(own: Said, error: Exception | None = None) -> list[Said]:
+    """Return what all ranks say, or nothing where all are fine; `error`: this rank's failure."""
     try:
-        if late:
-            late.start()
-        if _equal(own.operation, own.level):
+        if are_alike(own.operation if own.is_fine else None):
             return []
-        return _gathered(own)
-    except Exception as lost:
-        # The others have ended, and this rank's own error says why.
-        raise_failures([], error)
-        raise lost
-    finally:
-        if late:
-            late.cancel()
+        return gathered(own)
+    except RuntimeError:
+        if error is None:
+            raise
+        return [own]  # the others have ended, and this rank's own error says why
 
 
-def raise_failures(votes: Sequence[Vote], error: Exception | None) -> None:
+def raise_failures(said: Sequence[Said], error: Exception | None) -> None:
     """Raise this rank's own error, another rank's failure, or that the operations differ."""
     if error is not None:
         setattr(error, KNOWN, True)
         raise error
-    for rank, one in enumerate(votes):
+    for rank, one in enumerate(said):
         if one.failure is not None:
             raise PeerError(f"rank {rank} failed in {one.operation}: {one.failure}")
-    operations = [one.operation for one in votes]
+    operations = [one.operation for one in said]
     if len({*operations}) > 1:
-        raise TrainError(f"the ranks are at different operations: {_groups(operations)}")
+        raise TrainError(f"the ranks are at different operations: {_by_rank(operations)}")
 
 
 @contextmanager
-def agreed(accelerator: Accelerator, operation: str, patience: float = PATIENCE) -> Iterator[None]:
+def agreed(operation: str) -> Iterator[None]:
     """Run a block without collectives on every rank; if it fails on one, raise on all.
 
     The failed rank raises its own error, all others a PeerError with its number and reason.
@@ -135,55 +120,76 @@ def agreed(accelerator: Accelerator, operation: str, patience: float = PATIENCE)
         yield
     except Exception as caught:
         error = caught
-    own = Vote(operation, None if error is None else reason_of(error))
-    raise_failures(vote(accelerator, own, error, patience), error)
+    own = Said(operation, reason_of(error) if error else None)
+    raise_failures(say_to_all(own, error), error)
 
 
 @contextmanager
-def together(accelerator: Accelerator, operation: str) -> Iterator[None]:
+def together(operation: str) -> Iterator[None]:
     """Run a block with collectives, which all ranks must enter; if it fails on one, raise on all.
 
     A rank that comes to another operation, or has failed before, ends all with its reason.
     """
-    raise_failures(vote(accelerator, Vote(operation)), None)
-    with agreed(accelerator, f"{operation}, inside", IN_OPERATION):
-        yield
+    with agreed(operation):
+        pass
+    late: threading.Timer | None = None
+    try:
+        with agreed(f"{operation}, inside"):
+            try:
+                yield
+            except Exception as error:
+                late = threading.Timer(PATIENCE, failure.publish, [error])
+                late.start()
+                raise
+    finally:
+        if late:
+            late.cancel()
 
 
-def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) -> None:
+def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
     """Refuse ranks whose facts differ; name the facts."""
-    if accelerator.num_processes == 1:
+    if are_alike(repr(sorted(facts.items()))):
         return
-    if _equal(repr(sorted(facts.items()))):
-        return
-    reports = _gathered(dict(facts))
-    names = sorted({name for report in reports for name in report})
-    columns = {name: [report.get(name, "not set") for report in reports] for name in names}
-    differing = [
-        f"{name}: {_groups(values)}" for name, values in columns.items() if len({*values}) > 1
-    ]
+    reports = gathered(dict(facts))
+    differing = []
+    for name in sorted({name for report in reports for name in report}):
+        values = [report.get(name, "not set") for report in reports]
+        if len({*values}) > 1:
+            differing.append(f"{name}: {_by_rank(values)}")
     raise LaunchError(f"the ranks differ in {'; '.join(differing)}. {cure}")
 
 
-def are_alike(accelerator: Accelerator, text: str) -> bool:
-    """Tell whether a text is the same on all ranks."""
-    return accelerator.num_processes == 1 or _equal(text)
+def are_alike(text: str | None) -> bool:
+    """Tell whether all ranks have the same text, by one all-reduce; None is like no other.
+
+    Of one number: gloo takes three times as long for several. Unequal numbers have the sum that a
+    rank expects with a probability of 2^-40.
+    """
+    if _ranks() == 1:
+        return text is not None
+    number = xxhash.xxh3_64_intdigest(text.encode()) >> 24 if text is not None else 0
+    total = torch.tensor([number])
+    dist.all_reduce(total, dist.ReduceOp.SUM, host_group())
+    return text is not None and int(total) == number * _ranks()
 
 
-def all_done(accelerator: Accelerator, done: bool) -> bool:
+def all_done(done: bool) -> bool:
     """Tell whether something is done on all ranks."""
-    return done if accelerator.num_processes == 1 else _equal("done", int(not done))
+    return are_alike("done" if done else None)
 
 
-def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
-    """Return each rank's value, to all of them."""
-    return [value] if accelerator.num_processes == 1 else _gathered(value)
+def gathered(value: Any) -> list[Any]:
+    """Give each rank's value to all of them."""
+    values: list[Any] = [value] * _ranks()
+    if _ranks() > 1:
+        dist.all_gather_object(values, value, host_group())
+    return values
 
 
 def from_main(value: T | None) -> T:
-    """Return the main process's value on every rank."""
+    """Give the main process's value to every rank."""
     values: list[Any] = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _ranks() > 1:
         dist.broadcast_object_list(values, src=0, group=host_group())
     return values[0]  # type: ignore[no-any-return]
 
@@ -212,43 +218,18 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and lost
 
 
-def _equal(text: str, level: int = 0) -> bool:
-    """Tell whether all ranks have the same text and level 0, in one all-reduce.
-
-    Of one number: gloo takes three times as long for several. Unequal numbers have the sum that a
-    rank expects with a probability of 2^-40.
-    """
-    number = xxhash.xxh3_64_intdigest(f"{level} {text}".encode()) >> 24
-    total = torch.tensor([number])
-    dist.all_reduce(total, dist.ReduceOp.SUM, host_group())
-    return not level and int(total) == number * dist.get_world_size()
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _gathered(value: Any) -> list[Any]:
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, value, host_group())
-    return reports
-
-
-def _groups(values: list[str]) -> str:
-    """Group ranks by value: "ranks 0-3 have a, rank 4 has b"."""
+def _by_rank(values: Sequence[str]) -> str:
+    """Name who has which value: "rank 0 and 2 more have a, rank 3 has b"."""
     groups = []
     for value in dict.fromkeys(values):
-        ranks = [rank for rank, other in enumerate(values) if other == value]
-        groups.append(f"{_ranges(ranks)} {'have' if ranks[1:] else 'has'} {value}")
+        first, others = values.index(value), values.count(value) - 1
+        who = f"and {others} more have" if others else "has"
+        groups.append(f"rank {first} {who} {value}")
     return ", ".join(groups)
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Format rank numbers: "rank 3", "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
-    return f"rank{'s' if ranks[1:] else ''} {words}"
 
 
 class RankGroup:
@@ -259,26 +240,17 @@ class RankGroup:
         self.data_rank, self.data_size = self.rank, self.size
         """The rank's number among those that train on different examples, and their number."""
         self._accelerator, self._hooks = accelerator, hooks
-        self._left_by_all = False
-        """Whether all ranks left the last build together, because one failed."""
 
-    @contextmanager
-    def agree(self, operation: str) -> Iterator[None]:
+    def agree(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; if it fails on one, all ranks raise.
 
         For code without collectives that may fail on a single rank, such as writing a file.
         """
-        try:
-            with agreed(self._accelerator, operation):
-                yield
-        except Exception:
-            self._left_by_all = True
-            raise
+        return agreed(operation)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks."""
-        kind = f"{values.dtype} {[*values.shape]}"
-        with together(self._accelerator, f"reducing values of a plugin ({kind})"):
+        with together(f"reducing values of a plugin ({values.dtype} {[*values.shape]})"):
             local = values.to(self._accelerator.device)
             summed: Tensor = self._accelerator.reduce(local, reduction="sum")
             return summed
@@ -288,50 +260,35 @@ class RankGroup:
     ) -> Any:
         """Return `read` of the cache entry of a key; build the entry if it is missing.
 
-        All ranks build together: the main process with the folder, the others with None.
+        All ranks build together: the main process with the folder, the others with None. `build`
+        must fail on all ranks or end the run, as it does with `agree` and `reduce`.
         """
-        with together(self._accelerator, "opening an artefact"):
+        with agreed("opening an artefact"):
             pass
-        if not self._accelerator.is_main_process:
-            return self._build_with_main(build)
-        failures: list[Exception] = []
+        if self.rank:
+            message, value = from_main((FAILED, None))
+            while message == BUILD:
+                build(None)
+                message, value = from_main((FAILED, None))
+            if message == FAILED:
+                raise PeerError(f"rank 0 failed: {value}")
+            return value
+        failed: list[Exception] = []
 
-        def begin(folder: Path) -> None:
-            if failures:
-                raise failures[0]
+        def fill(folder: Path) -> None:
+            if failed:
+                raise failed[0]  # the others have left
             from_main((BUILD, None))
-            self._left_by_all = False
             try:
                 build(folder)
             except Exception as error:
-                if self.size > 1 and not self._left_by_all:
-                    failures.append(error)  # the other ranks are still in `build`, so no retry
+                failed.append(error)
                 raise
 
         try:
-            value = self._hooks.cache(key=key, build=functools.partial(once, fill=begin), read=read)
+            value = self._hooks.cache(key=key, build=functools.partial(once, fill=fill), read=read)
         except Exception as error:
-            if not failures:
+            if not failed:
                 from_main((FAILED, reason_of(error)))
             raise
-        if failures:
-            raise failures[0]
         return from_main((CACHED, value))[1]
-
-    def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
-        """Join each build of the main process; return its value."""
-        own_error: Exception | None = None
-        while True:
-            message, value = from_main((FAILED, None))
-            if message == CACHED:
-                return value
-            if message == FAILED:
-                raise own_error or PeerError(f"rank 0 failed: {value}")
-            self._left_by_all = False
-            try:
-                build(None)
-            except Exception as error:
-                if not self._left_by_all:
-                    failure.publish(error)  # the others still build, or wait for this rank
-                    raise
-                own_error = None if isinstance(error, PeerError) else error

@@ -1,14 +1,14 @@
-"""The launcher of this process: found in its environment, and watched while it runs."""
+"""The launcher of this process: found in its environment; its death ends this process in order."""
 
+import ctypes
 import os
 import signal
-import threading
-import time
+import sys
 
-WATCHED: list[int] = []
+LAUNCHER: list[int] = []
 """Process number of the launcher."""
-PAUSE = 1.0
-"""Seconds between two checks of the launcher."""
+PR_SET_PDEATHSIG = 1
+"""From Linux's prctl.h: the signal that this process gets when its parent ends."""
 
 
 def started_too_few() -> bool:
@@ -22,7 +22,7 @@ def started_too_few() -> bool:
 
 def launcher_ended() -> bool:
     """Tell whether the launcher has ended: this process then has another parent."""
-    return bool(WATCHED) and os.getppid() not in WATCHED
+    return bool(LAUNCHER) and os.getppid() not in LAUNCHER
 
 
 def by_accelerate() -> bool:
@@ -34,18 +34,13 @@ def by_accelerate() -> bool:
 
 
 def watch_launcher() -> None:
-    """End this process in order when its launcher dies.
+    """End this process in order, by SIGTERM, when its launcher dies: nobody else would end it.
 
-    Processes without a launcher, such as a shell's background jobs, are not watched.
+    Processes without a launcher, such as a shell's background jobs, are not watched: they go on
+    when their shell ends.
     """
-    if by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
-        WATCHED[:] = [os.getppid()]
-        threading.Thread(target=_watch, daemon=True).start()
-
-
-def _watch() -> None:
-    while not launcher_ended():
-        time.sleep(PAUSE)
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        # Before the first step: there is nothing to save.
-        os.kill(os.getpid(), signal.SIGTERM)
+    if sys.platform == "linux" and (by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ):
+        LAUNCHER[:] = [os.getppid()]
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if launcher_ended():  # a moment ago
+            os.kill(os.getpid(), signal.SIGTERM)

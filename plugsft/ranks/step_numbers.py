@@ -75,7 +75,7 @@ class Numbers:
         numbers = dict(zip(self._names, values, strict=False))
         numbers |= {"grad_norm": grad_norm, "loss_scale": scale}
         if numbers.pop("checksum") != self._checksum * self._accelerator.num_processes:
-            ensure_alike(self._accelerator, self._facts, SAME_CALLS)
+            ensure_alike(self._facts, SAME_CALLS)
         return numbers
 
 

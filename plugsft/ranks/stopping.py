@@ -8,11 +8,9 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Self
 
-from accelerate import Accelerator
-
 from ..base.console import say_at_once
 from ..base.errors import Stopped
-from .agree import Vote, raise_failures, vote
+from .agree import Said, raise_failures, say_to_all
 from .failures import reason_of
 from .launcher import launcher_ended
 
@@ -58,28 +56,33 @@ class Stopping:
         self._fatal = self._fatal or fatal
 
     @contextmanager
-    def agreed(self, accelerator: Accelerator, operation: str) -> Iterator[None]:
-        """Run a block without collectives; agree on its errors, earlier ones, and on stopping."""
+    def agreed(self, operation: str) -> Iterator[None]:
+        """Run a block without collectives; agree on its errors, earlier ones, and on stopping.
+
+        Here, and nowhere else, ranks learn of a signal or of a plugin's wish to stop: before each
+        step ("making batches"), before each micro-batch of an evaluation, and before each save.
+        """
         caught: Exception | None = None
         try:
             yield
         except Exception as raised:
             caught = raised
         error = self._error or caught
-        fatal = self._fatal or caught is not None
-        end = self._signal or ("the end of its launcher" if launcher_ended() else "")
-        failure = None if error is None else reason_of(error)
-        own = Vote(operation, failure, fatal, self._request, end)
-        votes = vote(accelerator, own, error)
-        if not votes:
-            return
-        failed = [one for one in votes if one.failure is not None]
+        own = Said(
+            operation,
+            failure=reason_of(error) if error else None,
+            can_save=caught is None and not self._fatal,
+            stop=self._request,
+            signal="the end of its launcher" if launcher_ended() else self._signal,
+        )
+        said = say_to_all(own, error)
+        failed = [one for one in said if one.failure is not None]
         # Ranks that came to different operations could not save together.
-        together = len({one.operation for one in votes}) == 1
-        self.can_save = together and bool(failed) and not any(one.fatal for one in failed)
-        raise_failures(votes, error)
-        self.signal = next((one.signal for one in votes if one.signal), "")
-        self.reason = self.signal or next(one.stop for one in votes if one.stop)
+        at_one = len({one.operation for one in said}) == 1
+        self.can_save = at_one and bool(failed) and all(one.can_save for one in failed)
+        raise_failures(said, error)
+        self.signal = next((one.signal for one in said if one.signal), "")
+        self.reason = self.signal or next((one.stop for one in said if one.stop), "")
 
     def raise_stopped(self, step: int, output: str) -> None:
         """End the run on all ranks, if a signal asked for it."""

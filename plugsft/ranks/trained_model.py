@@ -49,7 +49,7 @@ class TrainedModel:
 
         All ranks call it together, even without examples. `module`: a frozen model to use instead.
         """
-        with together(self._accelerator, "scoring examples"):
+        with together("scoring examples"):
             batch = self._loader.load_batch(tokens, examples)
             module = self.module if module is None else module
             with evaluating(module):
@@ -81,7 +81,7 @@ class TrainedModel:
                 return speaker.answer_all(prompts)
 
         asked = digest({"prompts": [*prompts]})[:6]
-        with together(self._accelerator, f"generating answers to the prompts {asked}"):
+        with together(f"generating answers to the prompts {asked}"):
             answers: list[str] = work_with_weights(self._hooks, self._run, "generate", work)
             return answers
 
@@ -93,7 +93,7 @@ class TrainedModel:
         if path:
             kwargs.pop("revision", None)
             kwargs |= {"revision": revision} if revision else {}
-        with together(self._accelerator, f"loading {path or 'the initial model'}"):
+        with together(f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
             load.new_tokens = self.load.new_tokens
             return shard_frozen_model(self._accelerator, load, load.build())
@@ -112,7 +112,7 @@ class TrainedModel:
     def swapped(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
         """Put other weights in place inside the block, and the trained ones back after it."""
         trained = {name: shard.clone() for name, shard in self.shards().items() if name in shards}
-        with together(self._accelerator, "swapping weights"):
+        with together("swapping weights"):
             self._weights.ensure_fitting(shards)
         try:
             self._weights.set_shards(shards)

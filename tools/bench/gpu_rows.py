@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +101,7 @@ def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]
     def plan_step(step: int) -> StepPlan:
         return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
-    loaded_steps = loader.load(
-        plan_step, tokens, range(1, len(rows) + 1), partial(agreed, loader.accelerator)
-    )
+    loaded_steps = loader.load(plan_step, tokens, range(1, len(rows) + 1), agreed)
     mismatches, busy = 0, torch.randn(SIZE, SIZE, device=DEVICE)
     for loaded_step, batch in zip(loaded_steps, batches, strict=True):
         busy @ busy  # the next row is copied meanwhile
