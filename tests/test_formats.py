@@ -5,7 +5,7 @@ import json
 import pytest
 from formats import ASK, TELL
 
-from plugsft.data.formats import FORMATS, BadRow, call_variants, format_of, read_chat
+from plugsft.data.formats import FORMATS, BadRow, format_of, read_chat
 
 SYSTEM = {"role": "system", "content": "be brief"}
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "owl"}}}
@@ -41,7 +41,7 @@ def test_the_richest_format_is_taken():
 def test_plain_messages_are_not_copied():
     turns = [SYSTEM, ASK, TELL]
     talk = read_chat("messages", {"messages": turns, "id": 3})
-    assert talk.messages is turns and not (talk.flags or talk.num_prompt) and not talk.has_calls
+    assert talk.messages is turns and not (talk.flags or talk.num_prompt)
 
 
 def test_sharegpt():
@@ -65,10 +65,10 @@ def test_sharegpt_s_tools():
     talk = read_chat("conversations", {**row, "tools": json.dumps([TOOL])})
     assert talk.messages == [
         ASK,
-        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "a bird"},
     ]
-    assert talk.has_calls and talk.tools == [TOOL]
+    assert talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
     assert reason(row, "conversations") == "a function call is not JSON"
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
@@ -200,7 +200,7 @@ def test_turns_without_words():
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert messages({"messages": [ASK, called]}) == [
         ASK,
-        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
     ]
     for nothing in (None, []):
         assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
@@ -215,15 +215,14 @@ def test_a_row_without_the_columns_names_those_it_has():
     assert reason({"messages": None}) == "'messages' is null"
 
 
-def test_calls_are_tried_in_every_way_a_template_may_take_them():
-    function = {"name": "look_up", "arguments": {"word": "鷹"}}
-    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    ways = [one[1] for one in call_variants([ASK, called, TELL])]
-    assert [way["content"] for way in ways] == ["", None, "", None]
-    arguments = [way["tool_calls"][0]["function"]["arguments"] for way in ways]
-    assert arguments == [{"word": "鷹"}] * 2 + ['{"word": "鷹"}'] * 2
-    flat = {"role": "assistant", "content": "so:", "tool_calls": [{"name": "a", "arguments": "{}"}]}
-    ways = list(call_variants([flat]))
-    assert ways[-1] == [flat] and ways[0][0]["tool_calls"] == [{"name": "a", "arguments": {}}]
-    flat["tool_calls"][0]["arguments"] = "no JSON"
-    assert list(call_variants([flat])) == [[flat]] * 4
+def test_calls_are_read_as_servers_give_them_to_templates():
+    arguments = {"word": "鷹"}
+    for given in (arguments, json.dumps(arguments)):
+        flat = {"name": "look_up", "arguments": given}
+        for call in (flat, {"function": flat}, {"type": "function", "function": flat}):
+            for nothing in ({"content": None}, {"content": ""}, {}):
+                turn = {"role": "assistant", "tool_calls": [{**call, "id": "1"}], **nothing}
+                (message,) = messages({"messages": [turn]})
+                function = {"name": "look_up", "arguments": arguments}
+                called = {"type": "function", "function": function, "id": "1"}
+                assert message == {"role": "assistant", "content": "", "tool_calls": [called]}

@@ -212,7 +212,7 @@ def test_a_bad_row_is_separated_from_its_good_neighbours(tokenizer, row, reason)
 def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
     refuses = "{{ raise_exception('roles must\nalternate') }}{% generation %}{% endgeneration %}"
     result = rendered(with_template(refuses), {"messages": [ASK, TELL]})
-    cure = "; set model.chat_template to another template"
+    cure = "; set model.chat_template to another template, or change the row"
     assert result.bad == {0: f"the chat template refuses it: roles must alternate{cure}"}
     raises = ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}")
     for broken in (*raises, "{{ cycler() }}"):
@@ -354,7 +354,7 @@ def test_a_block_inside_a_macro_is_found_too(with_template):
 def test_blocks_inside_each_other_are_refused(with_template):
     block = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
     reason = "the chat template refuses it: its generation blocks are nested"
-    reason += "; set model.chat_template to another template"
+    reason += "; set model.chat_template to another template, or change the row"
     assert rendered(with_template(block), {"messages": [ASK, TELL]}).bad == {0: reason}
 
 
@@ -517,7 +517,7 @@ def test_single_turns_may_be_left_out(with_template, source):
     assert parts(ASK, {**TELL, "weight": 1}, ASK, {**OTHER, "weight": 0}) == [OWLS]
     row = {"messages": [{**ASK, "train": True}, TELL]}
     assert rendered(tokenizer, row).bad == {
-        0: "a turn of the user is to be trained; only the assistant's are"
+        0: "a turn of the user is to be trained; only the assistant's can be"
     }
     assert parts({**ASK, "train": True}, TELL, train_on="all")
 
@@ -535,18 +535,16 @@ def test_turns_that_blocks_do_not_tell_apart_are_refused_where_one_is_left_out(w
     assert trained(with_template(once), row, blocks=True)[1] == ["[owls][who?][elks]"]
 
 
-def test_a_turn_marked_in_two_blocks_that_touch_is_one(with_template):
+def test_turns_marked_in_two_blocks_are_trained_whole_and_not_told_apart(with_template):
     end = "{% endgeneration %}{% generation %}"
     twice = CHATML.read_text().replace("<|im_end|>{% endg", f"{end}<|im_end|>{{% endg")
     assert twice.count("{% generation %}") == 2
-    for source in (CHATML.read_text(), twice):
-        tokenizer = with_template(source)
-        turns = [ASK, TELL, ASK, OTHER]
-        assert trained(tokenizer, {"messages": turns}, blocks=True)[1] == [OWLS, ELKS]
-        assert trained(tokenizer, {"messages": turns}, blocks=True, train_on="last")[1] == [ELKS]
-        turns = [ASK, {**TELL, "train": False}, ASK, OTHER]
-        assert trained(tokenizer, {"messages": turns}, blocks=True)[1] == [ELKS]
-        assert rendered(tokenizer, {"messages": turns}, blocks=True).mask == BLOCKS
+    tokenizer, row = with_template(twice), {"messages": [ASK, TELL, ASK, OTHER]}
+    assert trained(tokenizer, row, blocks=True)[1] == ["owls", "<|im_end|>", "elks", "<|im_end|>"]
+    assert rendered(tokenizer, row, blocks=True).mask == BLOCKS
+    bad = rendered(tokenizer, row, blocks=True, train_on="last").bad[0]
+    assert bad.endswith("write one block for each answer")
+    assert trained(with_template(CHATML.read_text()), row, blocks=True, train_on="last")[1] == [ELKS]
 
 
 def test_a_block_without_words_trains_nothing(with_template):
@@ -557,7 +555,7 @@ def test_a_block_without_words_trains_nothing(with_template):
 
 def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     row = {"messages": CHATS["tools"]["messages"]}
-    lost = re.compile("the chat template leaves out ('look_up' of a call|the words of the assist)")
+    lost = re.compile("the chat template leaves out ('look_up' of a call|words of the assist)")
     # Words beside a call may name the tool and the value: they are no call.
     for content in ("", None, "let me see", "I look_up the owl"):
         called = {"messages": [ASK, {**CALL, "content": content}, RESULT, TELL]}

@@ -1,7 +1,12 @@
-"""Formats of rows: which columns make one, and rows read as text or as conversations."""
+"""Formats of rows: which columns make one, and rows read as text or as conversations.
 
-import json
-from collections.abc import Callable, Iterator
+A chat is read once, into what a server gives to a template: known roles, contents that are text,
+reasoning under the keys that templates read, calls as functions whose arguments are objects. What
+follows need not ask how a row wrote it.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -16,22 +21,17 @@ from ..tokens.schema import WEIGHT, WEIGHT_RANGE, is_weight
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SPEAKERS = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
 """Speakers of ShareGPT -> roles."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
 WITHOUT_WORDS = {"role", "name", "tool_call_id"}
 """Keys of a message that may come without content: a column may be null."""
-KEYS = ("content", "tool_calls", "train", "weight")
+FLAGS = {"train": ((True, False), "true or false"), "weight": ((0, 1), "0 or 1")}
+"""Keys by which a message says whether it is trained -> their values."""
+KEYS = ("content", "tool_calls", *FLAGS)
 """Other keys of a message; templates may read more."""
 KNOWN = {*WITHOUT_WORDS, *REASONING, *KEYS}
 TEXTS = ("text", "completion")
@@ -55,14 +55,12 @@ class BadRow(ValueError):
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation."""
+    """A conversation, as templates read it."""
 
     messages: list[Row]
     tools: list[Row] | None = None
     variables: Row | None = None
     """The row's own variables for the chat template."""
-    has_calls: bool = False
-    """Whether a message calls tools."""
     flags: dict[int, bool] = field(default_factory=dict)
     """Message -> whether the row marks it as trained."""
     num_prompt: int = 0
@@ -71,26 +69,13 @@ class Conversation:
 
 def read_turns(turns: list[Any]) -> Conversation:
     """Read turns; plain turns, which are the most frequent, are not copied."""
-    try:
-        for turn in turns:
-            if (
-                len(turn) != 2
-                or turn["role"] not in ROLES
-                or type(turn["content"]) is not str
-                or not turn["content"]
-            ):
-                break
-        else:
-            return Conversation(turns)
-    except (TypeError, LookupError):
-        pass  # not plain
-    chat = Conversation([])
-    for number, turn in enumerate(turns):
-        message = _message(turn)
-        chat.messages.append(message)
-        chat.has_calls |= "tool_calls" in message
-        if (flag := _training_flag(message)) is not None:
-            chat.flags[number] = flag
+    if all(map(_is_plain, turns)):
+        return Conversation(turns)
+    chat = Conversation([*map(_message, turns)])
+    for number, message in enumerate(chat.messages):
+        flags = [_flag(message, key) for key in FLAGS if message.get(key) is not None]
+        if flags:
+            chat.flags[number] = all(flags)
     return chat
 
 
@@ -104,70 +89,42 @@ def check_order(messages: list[Row]) -> list[str]:
     return warnings
 
 
-def calls_of(message: Row) -> list[tuple[str, Any]]:
-    """Return the calls of a message: name of the tool, and arguments."""
-    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
-    return [(call["name"], call.get("arguments")) for call in calls]
-
-
-def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
-    """Yield a conversation in the variants that templates accept for calls.
-
-    A call's arguments are an object, as servers give them to templates, or JSON; a call without
-    content has an empty or a null content.
-    """
-    for arguments_of in (parse_arguments, _as_json):
-        for empty in ("", None):
-            yield [
-                {
-                    **with_calls(turn, arguments=arguments_of),
-                    "content": turn.get("content") or empty,
-                }
-                if turn.get("tool_calls")
-                else turn
-                for turn in messages
-            ]
-
-
-def with_calls(message: Row, **edits: Callable[[Any], Any]) -> Row:
-    """Return a message whose calls have other arguments or names."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        function = function | {key: edit(function.get(key)) for key, edit in edits.items()}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
+def _is_plain(turn: Any) -> bool:
+    try:
+        content = turn["content"]
+        return len(turn) == 2 and turn["role"] in ROLES and type(content) is str and content != ""
+    except (TypeError, LookupError):
+        return False
 
 
 def _message(turn: Any) -> Row:
-    """Return a turn as a message with a known role and text as content."""
-    message = turn
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
-        message = _from_sharegpt(turn)
-    if not isinstance(message, dict) or "role" not in message:
+        turn = _from_sharegpt(turn)
+    if not isinstance(turn, dict) or "role" not in turn:
         raise BadRow("a turn has no role")
-    has_content = "content" in message
     # As in transformers: tables give every message the fields of all messages.
-    message = {key: item for key, item in message.items() if item not in (None, [])}
+    message = {key: item for key, item in turn.items() if item not in (None, [])}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"unknown role {role!r}")
     if isinstance(content, list):
-        content = message["content"] = "".join(_part_text(part, role) for part in content)
+        content = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str | None):
         raise BadRow(f"a turn of the {role} is not text")
     for key in message.keys() - KNOWN:
         if meant := _meant(key):
             raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant[0]}'?")
     if message.get("tool_calls"):
-        _check_calls(message["tool_calls"])
-    elif not has_content and {*message} - WITHOUT_WORDS:
+        message["tool_calls"] = _calls(message["tool_calls"])
+    elif "content" not in turn and {*message} - WITHOUT_WORDS:
         value_of(message, "content", "turn")  # a misspelt one would be lost
     elif not content and role in ("user", "assistant"):
         raise BadRow(f"an empty turn of the {role}")
-    elif content is None:
-        message["content"] = ""
-    return _with_reasoning(message)
+    message["content"] = content or ""
+    for name in REASONING:
+        if name in message:  # as in transformers, under each key that templates read
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 @cache
@@ -177,17 +134,12 @@ def _meant(key: str) -> list[str]:
 
 
 def _from_sharegpt(turn: Row) -> Row:
-    speaker = turn["from"]
-    rest = {
-        "content" if key == "value" else key: item for key, item in turn.items() if key != "from"
-    }
-    role = SPEAKERS.get(str(speaker), speaker)
+    message = {"content" if key == "value" else key: item for key, item in turn.items()}
+    speaker = message.pop("from")
     if speaker in ("function_call", "tool_call"):
-        calls = parse_value(turn.get("value"), "a function call")
-        calls = calls if isinstance(calls, list) else [calls]
-        functions = [{"type": "function", "function": call} for call in calls]
-        return {**rest, "role": role, "content": None, "tool_calls": functions}
-    return {**rest, "role": role}
+        calls = parse_value(message.pop("content", None), "a function call")
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    return {**message, "role": SPEAKERS.get(str(speaker), speaker)}
 
 
 def _part_text(part: Any, role: str) -> str:
@@ -198,44 +150,31 @@ def _part_text(part: Any, role: str) -> str:
     return str(part["text"])
 
 
-def _check_calls(calls: Any) -> None:
+def _calls(calls: Any) -> list[Row]:
+    """Read calls as servers give them to templates: functions whose arguments are objects."""
+    read = []
     for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        rest = {**call} if isinstance(call, dict) else {}
+        function = rest.pop("function", None)
+        if function is None:  # a call without the outer object
+            function = {key: rest.pop(key) for key in ("name", "arguments") if key in rest}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("'tool_calls' is not a list of calls with names")
-        if not isinstance(parse_arguments(function.get("arguments")), dict):
+        arguments = function.get("arguments")
+        with suppress(BadRow):
+            arguments = parse_value(arguments, "")
+        if not isinstance(arguments, dict):
             raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
+        function = {**function, "arguments": arguments}
+        read.append({"type": "function", **rest, "function": function})
+    return read
 
 
-def parse_arguments(arguments: Any) -> Any:
-    """Return arguments as an object; as they are if they are none."""
-    try:
-        return parse_value(arguments, "")
-    except BadRow:
-        return arguments
-
-
-def _as_json(value: Any) -> Any:
-    return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)
-
-
-def _training_flag(message: Row) -> bool | None:
-    """Return a message's own flag for training: its `train` or `weight`; None without them."""
-    train, weight = message.get("train"), message.get("weight")
-    if not isinstance(train, bool | None):
-        raise BadRow(f"'train' of a turn is {train!r}, and should be true or false")
-    if weight not in (None, 0, 1):
-        raise BadRow(f"'weight' of a turn is {weight!r}, and should be 0 or 1")
-    flags = [flag for flag in (train, weight) if flag is not None]
-    return all(flags) if flags else None
-
-
-def _with_reasoning(message: Row) -> Row:
-    """Copy a message's reasoning to the keys that templates read, as transformers does."""
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
+def _flag(message: Row, key: str) -> bool:
+    values, meant = FLAGS[key]
+    if message[key] not in values:
+        raise BadRow(f"'{key}' of a turn is {message[key]!r}, and should be {meant}")
+    return bool(message[key])
 
 
 def parse_value(value: Any, name: str) -> Any:
@@ -258,17 +197,19 @@ def format_of(row: Row) -> str | None:
 
 def read_chat(kind: str, row: Row) -> Conversation:
     """Read a row of a format as a conversation."""
+    prompt: list[Any] = []
     if kind == "chat completion":
-        prompt = _turns(row, "prompt")
-        chat = read_turns(prompt + _turns(row, "completion"))
-        chat.num_prompt = len(prompt)
-    elif kind == "alpaca":
-        chat = read_turns([*_system(row), *_alpaca(row)])
+        prompt, turns = _turns(row, "prompt"), _turns(row, "completion")
     else:
-        turns = _turns(row, kind)
-        chat = read_turns(turns if kind == "messages" else _system(row) + turns)
+        turns = [*_alpaca(row)] if kind == "alpaca" else _turns(row, kind)
+        if kind != "messages" and row.get("system"):
+            turns = [{"role": "system", "content": read_text(row, "system")}, *turns]
+    chat = read_turns(prompt + turns if prompt else turns)
+    chat.num_prompt = len(prompt)
     if len(row) > 1:
-        chat.tools = _tools(row.get("tools"))
+        chat.tools = parse_value(row.get("tools") or None, "'tools'") or None
+        if not _are_objects(chat.tools or []):
+            raise BadRow("'tools' is not a list of tools")
         chat.variables = row.get("chat_template_kwargs")
         if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is not an object")
@@ -297,28 +238,24 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
 
 def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
-    pairs = history if isinstance(history, list) else [None]
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise BadRow("'history' is not a list of pairs")
-    for pair in history:
-        yield {"role": "user", "content": pair[0]}
-        yield {"role": "assistant", "content": pair[1]}
-    instruction = read_text(row, "instruction", allow_empty=True)
-    context = read_text(row, "input", allow_empty=True) if row.get("input") else ""
-    yield {"role": "user", "content": "\n".join(filter(None, [instruction, context]))}
+    for asked, told in history:
+        yield {"role": "user", "content": asked}
+        yield {"role": "assistant", "content": told}
+    parts = [read_text(row, "instruction", allow_empty=True)]
+    if row.get("input"):
+        parts.append(read_text(row, "input"))
+    yield {"role": "user", "content": "\n".join(filter(None, parts))}
     yield {"role": "assistant", "content": read_text(row, "output")}
 
 
-def _system(row: Row) -> list[Row]:
-    """Return the system prompt of the column that Alpaca and ShareGPT have for it."""
-    return [{"role": "system", "content": read_text(row, "system")}] if row.get("system") else []
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
-def _tools(value: Any) -> list[Row] | None:
-    tools = parse_value(value or None, "'tools'")
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow("'tools' is not a list of tools")
-    return tools or None
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def value_of(row: Row, column: str, what: str = "row") -> Any:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 2, "render": 5, "pairs": 4, "encode": 1, "mask": 2}
+VERSIONS = {"read": 2, "render": 6, "pairs": 4, "encode": 1, "mask": 2}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.

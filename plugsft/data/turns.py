@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base.types import Row
-from .formats import REASONING, BadRow, with_calls
+from ..base.types import Row, Span
+from .formats import REASONING, BadRow
 
 Write = Callable[[list[Row], bool], str]
 """(messages, whether to add the generation prompt) -> text."""
@@ -30,7 +30,7 @@ TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,20}\]")
 CLOSED = re.compile(r"(<[^<>\s]{1,40}>[^<>]*<[^<>\s]{1,40}>|</[^<>\s]{1,40}>)\s*$")
 """A block that ends a text and is closed: <think></think>, </think>."""
 ENDED = re.compile(r"</think[^<>]*>\s*$")
-ENDS_THOUGHT = "the chat template's prompt ends the thought, and the turn has one"
+ENDS_THOUGHT = "ends the thought in its prompt, and the turn has one"
 BEGUN = re.compile(r"<[^<>\s]{0,40}$")
 """The beginning of a tag that ends a text."""
 TAG_BEFORE = re.compile(r"<[^<>\s]{1,40}>$")
@@ -51,9 +51,22 @@ class Turn:
     answer: str
     """With the token that ends it."""
 
+    @property
+    def text(self) -> str:
+        """The prompt and the answer."""
+        return self.prompt + self.answer
 
-class Unserved(BadRow):
-    """A turn that no served model writes so."""
+    @property
+    def span(self) -> Span:
+        """Where the answer stands."""
+        return len(self.prompt), len(self.text)
+
+
+class Refused(BadRow):
+    """A chat that the template does not write as it is served: what the template does.
+
+    `Chat.render_alone` adds the cure.
+    """
 
 
 @dataclass(frozen=True)
@@ -95,15 +108,18 @@ class TurnFinder:
                         [*before, _without_thought(turn), *messages[number + 1 :]], number
                     )
         if answer.lstrip().startswith("<think>") and ENDED.search(prompt):
-            raise Unserved(ENDS_THOUGHT)
+            raise Refused(ENDS_THOUGHT)
         last = self._end_of_words(before, turn, written, answer)
         if self.stop.search(answer[:last]) and not self.stop.search(str(turn)):
-            raise Unserved("the chat template ends the turn before its last word")
-        return Turn(prompt, self._stop(messages, number, written, answer, last))
+            raise Refused("ends the turn before its last word")
+        answer = self._stop(messages, number, written, answer, last)
+        if turn["content"].rpartition("</think>")[2].strip() not in answer:
+            raise Refused("leaves out words of the assistant")
+        return Turn(prompt, answer)
 
     def _begin(self, before: list[Row], turn: Row, prompt: str, written: str) -> int:
         """Return where the answer begins in a text that does not begin with the prompt."""
-        others = self._others(before, turn, written)
+        others = self._others(before, turn)
         depends = common_prefix(written, others)
         parted = min(common_prefix(prompt, written), depends)
         parted = len(BEGUN.sub("", prompt[:parted]))  # they part before a tag, not within it
@@ -119,15 +135,11 @@ class TurnFinder:
         block, between = prompt[parted:], written[parted:depends]
         closed = CLOSED.search(block)
         if closed and thoughts_of(turn):
-            raise Unserved(ENDS_THOUGHT)
+            raise Refused(ENDS_THOUGHT)
         # Only a call may begin with words that do not depend on it.
         words = not turn.get("tool_calls") and TAG.sub("", between).strip()
-        again = {*TAG.findall(block)} & {*TAG.findall(between)}
-        if not closed or closed.start() or words or again:
-            raise Unserved(
-                f"the chat template asks for the answer with {block[-60:]!r}, and then writes it "
-                "otherwise"
-            )
+        if not closed or closed.start() or words:
+            raise Refused(f"asks for the answer with {block[-60:]!r}, and then writes it otherwise")
         return parted
 
     def _close_thought(
@@ -143,7 +155,7 @@ class TurnFinder:
             thoughtful = with_thought(turn, THOUGHT, inline)
             try:
                 written = self.write([*before, thoughtful], False)
-            except BadRow:
+            except Refused:
                 continue
             rest = _without_opening(written.removeprefix(prompt), opening)
             if written.startswith(prompt) and rest.lstrip().startswith(THOUGHT):
@@ -156,7 +168,7 @@ class TurnFinder:
 
         The prompt has the opening tag already.
         """
-        thought, closing, content = (turn.get("content") or "").partition("</think>")
+        thought, closing, content = turn["content"].partition("</think>")
         if not closing or "<think>" not in thought:
             return None
         split = with_thought({**turn, "content": content.strip()}, _plain(thought))
@@ -165,19 +177,19 @@ class TurnFinder:
 
     def _end_of_words(self, before: list[Row], turn: Row, written: str, answer: str) -> int:
         """Return where the answer's last word ends."""
-        words = (turn.get("content") or "").strip()
+        words = turn["content"].strip()
         if words and not turn.get("tool_calls") and answer.startswith(words):
             rest = answer[len(words) :].lstrip()
             if not rest or any(map(rest.startswith, self.special)):
                 return len(words)
-        others = self._others(before, turn, written)
+        others = self._others(before, turn)
         return max(0, len(answer) - common_prefix(written[::-1], others[::-1]))
 
-    def _others(self, before: list[Row], turn: Row, written: str) -> str:
-        """Return the text with other words in place of the turn's."""
-        others = self.write([*before, other_words(turn)], False)
-        if others == written:
-            raise Unserved("the chat template leaves out the words of the assistant")
+    def _others(self, before: list[Row], turn: Row) -> str:
+        """Return the text with other words in place of the turn's; each must be there."""
+        stand_for: dict[str, str] = {}
+        others = self.write([*before, other_words(turn, stand_for)], False)
+        ensure_written(stand_for, others)
         return others
 
     def _stop(self, messages: list[Row], number: int, written: str, answer: str, last: int) -> str:
@@ -191,7 +203,7 @@ class TurnFinder:
         for follower in self._followers(messages, number) if words.endswith(answer[:last]) else ():
             try:
                 longer = self.write([*messages[: number + 1], follower], False)
-            except BadRow:
+            except Refused:
                 continue
             if longer.startswith(words):
                 rest = longer[len(words) :]
@@ -228,21 +240,21 @@ def common_prefix(first: Any, second: Any) -> int:
 def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
     """Return a turn with a thought, in the fields that templates read or in its text."""
     if inline:
-        content = turn.get("content") or ""
+        content = turn["content"]
         return {**turn, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
     return {**turn, "reasoning_content": thought, "thinking": thought}
 
 
 def thoughts_of(turn: Row) -> list[str]:
     """Return the thoughts that a turn holds, in fields or in its text."""
-    text, closing, _ = (turn.get("content") or "").rpartition("</think>")
+    text, closing, _ = turn["content"].rpartition("</think>")
     texts = [str(turn[name]).strip() for name in REASONING if turn.get(name)]
     return [*texts, *([_plain(text)] if closing else [])]
 
 
 def _without_thought(turn: Row) -> Row:
     rest = {name: value for name, value in turn.items() if name not in REASONING}
-    content = turn.get("content") or ""
+    content = turn["content"]
     return {**rest, "content": content.rpartition("</think>")[2].lstrip()}
 
 
@@ -252,34 +264,63 @@ def _without_opening(answer: str, opening: str) -> str:
     return rest.lstrip() if len(rest) < len(answer.lstrip()) else answer
 
 
-def other_words(turn: Row) -> Row:
-    """Return a turn with other words, whose first and last letters differ too."""
-    thought, closing, content = (turn.get("content") or "").rpartition("</think>")
-    content = _other(content) if content.strip() else content
+def other_words(turn: Row, stand_for: dict[str, str]) -> Row:
+    """Return a turn with other words, and note in `stand_for` what each of them stands for.
+
+    No other text has these words, so a template that leaves one out is found. Their first and last
+    letters differ from the turn's: where two texts part, the turn's words begin.
+    """
+
+    def other(text: str, what: str) -> str:
+        words = text.strip()
+        first, last = ("q" if edge == "z" else "z" for edge in (words[:1], words[-1:]))
+        word = f"{first}other{len(stand_for)}{last}"
+        stand_for[word] = what
+        return word
+
+    def other_value(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: other_value(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [other_value(inner) for inner in value]
+        if isinstance(value, str) and value:
+            return other(value, f"{value!r} of a call")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        number = 97531 + 10 * len(stand_for)
+        stand_for[str(number)] = f"{value!r} of a call"
+        return type(value)(number)
+
+    changed = {**turn}
+    for name in REASONING:
+        if turn.get(name):
+            changed[name] = other(str(turn[name]), THOUGHT)
+    thought, closing, content = turn["content"].rpartition("</think>")
+    words = f"words of the {turn['role']}"
+    changed["content"] = other(content, words) if content.strip() else content
     if closing:
-        content = f"<think>\n{_other(_plain(thought))}\n</think>\n\n{content}"
-    other = {**turn, **{name: _other(str(turn[name])) for name in REASONING if turn.get(name)}}
-    if turn.get("content"):
-        other["content"] = content
+        changed = with_thought(changed, other(_plain(thought), THOUGHT), inline=True)
     if turn.get("tool_calls"):
-        other = with_calls(other, name=_other, arguments=_other_values)
-    return other
+        functions = [call["function"] for call in turn["tool_calls"]]
+        changed["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **function,
+                    "name": other(function["name"], f"{function['name']!r} of a call"),
+                    "arguments": other_value(function["arguments"]),
+                },
+            }
+            for call, function in zip(turn["tool_calls"], functions, strict=True)
+        ]
+    return changed
 
 
-def _other_values(arguments: Any) -> Any:
-    if not isinstance(arguments, dict):
-        return arguments
-    return {
-        key: _other(value) if isinstance(value, str) else 9753 if value != 9753 else 8642
-        for key, value in arguments.items()
-    }
-
-
-def _other(text: str) -> str:
-    words = text.strip()
-    first = "q" if words[:1] == "z" else "z"
-    last = "q" if words[-1:] == "z" else "z"
-    return f"{first}other{last}"
+def ensure_written(stand_for: dict[str, str], text: str, besides: Sequence[str] = ()) -> None:
+    """Refuse a template that leaves out other words. Only thoughts may be left out."""
+    for word, what in stand_for.items():
+        if word not in text and what not in (THOUGHT, *besides):
+            raise Refused(f"leaves out {what}")
 
 
 def _plain(thought: str) -> str:
