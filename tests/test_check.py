@@ -223,6 +223,11 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
         ("train[:5]+train[20:]", "train[10:21]", True),
         ("train[:90%]", "train[90%:]", False),
         ("train[:-4]", "train[-4:]", False),
+        # Shares and numbers are compared for the number of rows that there are.
+        ("train[:30]", "train[50%:]", True),
+        ("train[:10]", "train[50%:]", False),
+        ("train[:50%]", "train[-10:]", False),
+        ("train[-30:]", "train[:20]", True),
     ],
 )
 def test_slices_of_one_source_that_overlap_are_named(tiny, check, trained, held, overlap):

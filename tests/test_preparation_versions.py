@@ -89,10 +89,11 @@ def read(folder):
     for path in files(folder):
         opened = open_source(Source(source=str(path)))
         middle = len(opened) // 2
-        parts = [opened.part(0, middle), opened.part(middle, len(opened))]
+        parts = [opened, opened.part(0, middle), opened.part(middle, len(opened))]
+        # Which rows are bad counts, and not in which words that is said.
         found[path.name] = [
-            opened.read(0, len(opened)),
-            *(part.read(0, len(part)) for part in parts),
+            [row if isinstance(row, dict) else None for row in part.read(0, len(part))]
+            for part in parts
         ]
     return found
 

@@ -28,6 +28,7 @@ from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
+from plugsft.tokens.schema import FORMAT
 from plugsft.tokens.store import Tokens
 
 GOOD = {"messages": [ASK, TELL]}
@@ -378,7 +379,7 @@ def test_several_processes_prepare_one_output(tmp_path):
 def test_tokens_on_disk_name_their_format_and_key(run):
     _, tokens, _ = run(chats(10))
     facts = json.loads((tokens.folder / "facts.json").read_text())
-    assert facts["key_parts"]["format"] == 7 and facts["key"] == tokens.folder.name
+    assert facts["key_parts"]["format"] == FORMAT and facts["key"] == tokens.folder.name
     assert np.array_equal(Tokens(tokens.folder).lengths, tokens.lengths)
 
 

@@ -130,7 +130,7 @@ def conversations(
     for numbers in sample.ranges:
         rows = opened.read(numbers.start, numbers.stop)
         for number, row in zip(numbers, rows, strict=True):
-            if row is not None:
+            if isinstance(row, dict):
                 named = renamed(without(row, work.data.ignore), work.data.columns)
                 with suppress(BadRow):
                     yield number, read_chat(kind, named)

@@ -10,7 +10,7 @@ from ..base.errors import DataError
 from ..data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work, sample_rows
 from ..data.slices import ShardWriter
-from ..data.sources import OpenSource, ensure_columns, open_source
+from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
 from ..model.checks import check_weights
 from ..model.config import check_ids
 from ..recipe.tables import Recipe, Source
@@ -52,6 +52,8 @@ def check_data(
             with findings.about("eval"):
                 evaluation = recipe.eval_source()
                 rows = _open(findings, "eval", evaluation)
+                if rows and any(share_rows(rows.facts, source.facts) for source in opened):
+                    findings.warn("eval", ROWS_NOT_HELD_OUT)
                 if rows is not None and work:
                     work.sources = [evaluation]
                     with findings.about("rows"):

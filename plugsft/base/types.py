@@ -25,6 +25,9 @@ Row: TypeAlias = dict[str, Any]
 Counted: TypeAlias = dict[str, Any]
 """Rows with the same problem: their "count", and the numbers of the first "rows"."""
 
+Range: TypeAlias = tuple[str, int, int]
+"""A range of a source's rows: split, first row, and one past the last."""
+
 Span: TypeAlias = tuple[int, int]
 """A trained span of a text: first character, and one past the last."""
 
@@ -87,11 +90,14 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None in place of a row that is not a JSON object."""
+    def read(self, start: int, stop: int) -> list[Row | str]:
+        """Return rows; the reason in place of one that cannot be read."""
 
     def part(self, start: int, stop: int) -> Rows:
         """Return a range of the rows; its pickle holds only these."""
+
+    def sizes(self) -> Ints:
+        """Return the bytes of each row, approximately."""
 
 
 @dataclass(frozen=True)

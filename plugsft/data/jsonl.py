@@ -1,181 +1,127 @@
-"""Read a jsonl file by the offsets of its lines, so that no row stays in memory.
+"""Rows of JSON files, and rows of several places as one.
 
-Rows may differ in their fields, which Arrow's reader of JSON refuses. A line that is not JSON is
-one bad row and does not stop the reading of the file.
+A jsonl file is read by the offsets of its lines, so that no row stays in memory. Rows may differ in
+their fields, which Arrow's reader of JSON refuses. A line that is not a JSON object is one bad row
+and does not stop the reading of the file: in its place comes the reason.
 """
 
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from ..base.errors import DataError
 from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
 
-T = TypeVar("T", bound=Sized)
-
 MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
 """Bytes to read at a time: all adjacent lines at once, but for very long ones."""
+NO_OBJECT = "not a JSON object"
 
 
+@dataclass(frozen=True, eq=False)
 class JsonLines:
-    """Lines of a file, by the offsets where they start and stop."""
+    """Lines of a file; only offsets are sent to other processes."""
 
-    def __init__(self, path: Path, starts: Ints, stops: Ints) -> None:
-        self.path, self.starts, self.stops = path, starts, stops
+    path: Path
+    offsets: Ints
+    """Where each row begins, and where the last one ends; blank lines belong to the row before."""
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.offsets) - 1
 
     def part(self, start: int, stop: int) -> "JsonLines":
-        """Return a range of the rows; only offsets are sent to other processes."""
-        return JsonLines(self.path, self.starts[start:stop], self.stops[start:stop])
+        """Return a range of the rows."""
+        return JsonLines(self.path, self.offsets[start : stop + 1])
 
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        starts, stops = self.starts[start:stop].tolist(), self.stops[start:stop].tolist()
-        size = stops[-1] - starts[0] if starts else 0
-        rows = []
+    def read(self, start: int, stop: int) -> list[Row | str]:
+        """Read rows, and the reason in place of one that is not a JSON object."""
+        offsets = self.offsets[start : stop + 1]
+        size = int(offsets[-1] - offsets[0]) if len(offsets) else 0
         with self.path.open("rb", min(max(size, MIN_BUFFER), MAX_BUFFER)) as file:
-            for begin, end in zip(starts, stops, strict=True):
-                file.seek(begin)
-                rows.append(_parse(file.read(end - begin)))
-        return rows
+            file.seek(offsets[0] if size else 0)
+            return [_parse(file.read(length)) for length in np.diff(offsets).tolist()]
 
     def sizes(self) -> Ints:
-        """Return the size of each row in bytes."""
-        return self.stops - self.starts
+        """Return the bytes of each row."""
+        return np.diff(self.offsets)
 
     def line_numbers(self, rows: Sequence[int]) -> list[int]:
-        """Return the line of each row in the file, counting from 1."""
-        starts = self.starts[list(rows)].tolist()
-        lines, position, last = dict[int, int](), 0, max(starts, default=-1)
+        """Return the lines of rows in the file, counting from 1, in rising order."""
+        lines, line, position = [], 1, 0
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                lines[position] = number
-                position += len(line)
-                if position > last:
-                    break
-        return [lines[start] for start in starts]
+            for start in sorted(self.offsets[list(rows)].tolist()):
+                while position < start:
+                    content = file.read(min(MAX_BUFFER, start - position))
+                    line += content.count(b"\n")
+                    position += len(content)
+                lines.append(line)
+        return lines
 
 
+@dataclass(frozen=True, eq=False)
 class RowList:
     """Rows in memory, with their average size in bytes."""
 
-    def __init__(self, rows: list[Any], size: int = 0) -> None:
-        self._rows, self._size = rows, size
+    rows: list[Any]
+    size: int = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def part(self, start: int, stop: int) -> "RowList":
         """Return a range of the rows."""
-        return RowList(self._rows[start:stop], self._size)
+        return RowList(self.rows[start:stop], self.size)
 
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        return [row if isinstance(row, dict) else None for row in self._rows[start:stop]]
+    def read(self, start: int, stop: int) -> list[Row | str]:
+        """Read rows, and the reason in place of one that is not a JSON object."""
+        return [row if isinstance(row, dict) else NO_OBJECT for row in self.rows[start:stop]]
 
     def sizes(self) -> Ints:
         """Return the average size of a row in bytes, for each row."""
-        return np.full(len(self), self._size)
+        return np.full(len(self), self.size)
 
 
-@dataclass(frozen=True)
 class JoinedRows:
     """Rows of several files, or of several ranges of one."""
 
-    parts: tuple[Any, ...]
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self.parts = parts
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
     def part(self, start: int, stop: int) -> Rows:
         """Return a range of the rows: of one of the parts, where it lies in one."""
-        cut, offset = [], 0
-        for rows in self.parts:
-            begin, end = max(start - offset, 0), min(stop - offset, len(rows))
-            if begin < end:
-                cut.append(rows.part(begin, end))
-            offset += len(rows)
-        return cut[0] if len(cut) == 1 else JoinedRows(tuple(cut))
+        cut = [*self._cut(start, stop)]
+        return cut[0] if len(cut) == 1 else JoinedRows(cut)
 
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        rows = self.part(start, stop)
-        parts = rows.parts if isinstance(rows, JoinedRows) else (rows,)
-        return [row for part in parts for row in part.read(0, len(part))]
+    def read(self, start: int, stop: int) -> list[Row | str]:
+        """Read rows, and the reason in place of one that is not a JSON object."""
+        return [row for part in self._cut(start, stop) for row in part.read(0, len(part))]
 
     def sizes(self) -> Ints:
         """Return the size of each row in bytes, approximately."""
         return np.concatenate([np.zeros(0, np.int64), *(rows.sizes() for rows in self.parts)])
 
-
-class LateRows:
-    """A source that finds its rows at the first access: prepared data is not read again."""
-
-    _rows: Any
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows."""
-        return self._rows.part(start, stop)  # type: ignore[no-any-return]
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        return self._rows.read(start, stop)  # type: ignore[no-any-return]
-
-    def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
-        return self._rows.sizes()  # type: ignore[no-any-return]
+    def _cut(self, start: int, stop: int) -> Iterator[Rows]:
+        for rows in self.parts:
+            if max(start, 0) < min(stop, len(rows)):
+                yield rows.part(max(start, 0), min(stop, len(rows)))
+            start, stop = start - len(rows), stop - len(rows)
 
 
-def ensure_rows(rows: T, where: str, split: str) -> T:
-    """Refuse a source without rows."""
-    if not len(rows):
-        raise DataError(f"{where} (split '{split}'): has no rows; set another split")
-    return rows
-
-
-def _parse(line: bytes) -> Row | None:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def without_none(value: Any) -> Any:
-    """Return a value without fields that Arrow filled in with None."""
-    if isinstance(value, dict):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    # All values of a list of Arrow are of one type; one of ids may have thousands.
-    if isinstance(value, list) and isinstance(next(filter(None, value), None), dict | list):
-        return [without_none(inner) for inner in value]
-    return value
-
-
-def why_unreadable(rows: Rows, number: int) -> str:
-    """Explain why a row was read as None."""
-    if isinstance(rows, JsonLines):
-        with rows.path.open("rb") as file:
-            file.seek(rows.starts[number])
-            line = file.read(rows.stops[number] - rows.starts[number])
-        try:
-            parse_json(line.decode())
-        except UnicodeDecodeError:
-            return "not UTF-8"
-        except NestedTooDeep as error:
-            return str(error)
-        except ValueError:
-            return "not a JSON object"
-    return "not a JSON object"
+def find_lines(path: Path) -> JsonLines:
+    """Find the lines of a file that are not blank."""
+    offsets, position = array("q"), 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.isspace():
+                offsets.append(position)
+            position += len(line)
+    return JsonLines(path, np.array([*offsets, position], np.int64))
 
 
 def name_rows(
@@ -194,13 +140,23 @@ def name_rows(
     return f"{word}{'s' * (count > 1)} {', '.join(map(str, shown))}{more}{note}"
 
 
-def find_lines(path: Path) -> JsonLines:
-    """Find the lines of a file, without blank lines."""
-    starts, stops, position = array("q"), array("q"), 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.isspace():
-                starts.append(position)
-                stops.append(position + len(line) - line.endswith(b"\n"))
-            position += len(line)
-    return JsonLines(path, np.array(starts, np.int64), np.array(stops, np.int64))
+def without_none(value: Any) -> Any:
+    """Drop the fields that Arrow filled in with None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    # All values of a list of Arrow are of one type; one of ids may have thousands.
+    if isinstance(value, list) and isinstance(next(filter(None, value), None), dict | list):
+        return [without_none(inner) for inner in value]
+    return value
+
+
+def _parse(line: bytes) -> Row | str:
+    try:
+        row = parse_json(line.rstrip())
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except NestedTooDeep as error:
+        return str(error)
+    except ValueError:
+        return NO_OBJECT
+    return row if isinstance(row, dict) else NO_OBJECT

@@ -196,7 +196,7 @@ def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
 def _texts(sources: Sequence[Rows], render: Render, tokenizer: Tokenizer) -> Iterator[list[str]]:
     for number, rows in enumerate(sources):
         for start in range(0, len(rows), 1000):
-            batch = [row for row in rows.read(start, start + 1000) if row is not None]
+            batch = [row for row in rows.read(start, start + 1000) if isinstance(row, dict)]
             for text in render(batch, number, tokenizer).texts if batch else []:
                 for marker in SPECIAL:
                     text = text.replace(marker, "")

@@ -39,7 +39,7 @@ from .slices import (
     merge,
     render,
 )
-from .sources import OpenSource, open_source
+from .sources import ROWS_NOT_HELD_OUT, OpenSource, open_source, share_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -173,6 +173,9 @@ def prepare(recipe: Recipe, active: Active, share: ShareSlices = None) -> Prepar
         evaluation = _prepare_tokens(
             data.work, [open_source(data.work.sources[0], "eval.source")], active, share
         )
+        [held] = evaluation.facts["sources"]
+        if any(share_rows(held, source) for source in tokens.facts["sources"]):
+            say(f"warning: {ROWS_NOT_HELD_OUT}")
         if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
             raise DataError(
                 f"eval.source: {data.work.sources[0].source}: its rows have no column "
@@ -287,7 +290,7 @@ def _prepare_tokens(
         finished |= dict(zip(missing, new_shards, strict=True))
         shards = [finished[part] for part in slices]
         total = merge(shards)
-        facts = _facts(total, shards, work, key)
+        facts = _facts(total, shards, sources, work, key)
         if not facts["trained_tokens"]:
             names = ", ".join(source.source for source in work.sources)
             only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
@@ -346,7 +349,11 @@ def describe_unrolled(counts: dict[str, int]) -> str:
 
 
 def _facts(
-    total: Shard, shards: list[Shard], work: ShardWriter, key: dict[str, Any]
+    total: Shard,
+    shards: list[Shard],
+    sources: Sequence[OpenSource],
+    work: ShardWriter,
+    key: dict[str, Any],
 ) -> dict[str, Any]:
     if total.too_long:
         total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long
@@ -365,11 +372,8 @@ def _facts(
         "mask": total.mask,
         "engines": dict(sorted(total.engines.items())),
         "sources": [
-            {
-                "name": hide_query(source.source),
-                "weight": source.weight,
-                "examples": sum(shard.examples for shard in shards if shard.source == number),
-            }
-            for number, source in enumerate(work.sources)
+            source.facts
+            | {"examples": sum(shard.examples for shard in shards if shard.source == number)}
+            for number, source in enumerate(sources)
         ],
     }

@@ -233,14 +233,15 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
             raise PluginError(f"{column} the value {wrong[0]}; it must be {WEIGHT_RANGE}")
 
 
-def lead_row(rows: Iterable[Row | None], data: Data) -> Row:
+def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
     """Return the row that decides how rows are read: that of their source, or of these.
 
     It is the fullest of those of the most frequent format.
     """
     if data._lead_row:
         return data._lead_row
-    named = [renamed(without(row, data.ignore), data.columns) for row in rows if row]
+    full = [row for row in rows if row and isinstance(row, dict)]
+    named = [renamed(without(row, data.ignore), data.columns) for row in full]
     formats = Counter(map(format_of, named))
 
     def rank(row: Row) -> tuple[int, int]:

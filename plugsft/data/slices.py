@@ -37,7 +37,7 @@ from ..registry.active import rebuild
 from ..tokens.shards import Examples, count_true, offsets_of, places_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
-from .jsonl import name_rows, why_unreadable
+from .jsonl import name_rows
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
 from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import hold_tokens, read_tokens
@@ -207,12 +207,11 @@ class ShardWriter:
     def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
         """Return the numbers of the rows that can be read, and the rows."""
         numbers, rows = list[int](), list[Row]()
-        for number, row in enumerate(part.rows.read(0, len(part.rows))):
-            if row is None:
-                reason = why_unreadable(part.rows, number)
-                shard.bad.setdefault(reason, []).append(part.start + number)
+        for number, row in enumerate(part.rows.read(0, len(part.rows)), part.start):
+            if isinstance(row, str):
+                shard.bad.setdefault(row, []).append(number)
             else:
-                numbers.append(part.start + number)
+                numbers.append(number)
                 rows.append(row)
         return numbers, rows
 

@@ -1,24 +1,28 @@
-"""Open sources of rows: jsonl line by line, everything else through `datasets`.
+"""Sources of rows, and the slices that they are cut into.
 
-Importing `datasets` takes a second. Most recipes name jsonl files, so the readers of other sources,
-in readers/, are imported when a recipe names one.
+A source is opened by its name alone, and its rows are found at the first access: prepared data is
+not read again. jsonl is read line by line; importing what reads other files (`datasets`, fsspec)
+takes a second, so the readers in readers/ are imported when a recipe names one. Whatever reads
+them, the rows of each split are one sequence, and the ranges that a recipe names are cut from it
+here.
 """
 
-from collections.abc import Sequence
-from functools import cached_property
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..base.checksums import cached_file_digest
+from ..base.checksums import cached_file_digest, digest
 from ..base.console import hide_query
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
-from ..base.types import Ints, Row, Rows, Slice
+from ..base.types import Range, Row, Rows, Slice
 from ..recipe.tables import Data, Source
-from .jsonl import JoinedRows, JsonLines, LateRows, RowList, ensure_rows, find_lines
+from .jsonl import JoinedRows, RowList, find_lines
 from .render import lead_row
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -30,17 +34,58 @@ COLUMN_ROWS = 1_000
 """Number of rows of each source that are read at a time to find columns."""
 FIRST_ROWS = 100
 """Number of rows at the beginning of a source; one of them decides how all rows are read."""
+ROWS_NOT_HELD_OUT = (
+    "evaluations read rows that are trained on, too: eval.split and the split in [data] overlap. "
+    'Hold rows out, as split = "train[95%:]" and split = "train[:95%]" do'
+)
 
 
-class OpenSource(Rows, Protocol):
-    """The rows of a source."""
+class OpenSource(JoinedRows):
+    """The rows that a recipe takes from a source: ranges of its splits."""
+
+    def __init__(
+        self,
+        source: Source,
+        where: str,
+        find: Callable[[], Mapping[str, Rows]],
+        identify: Callable[[], str],
+    ) -> None:
+        self.source, self._where, self._find, self._identify = source, where, find, identify
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """A checksum of the source's content, and the split."""
+        return {"content": self._identify(), "split": self.source.split}
+
+    @cached_property
+    def splits(self) -> Mapping[str, Rows]:
+        """All rows of the source."""
+        return self._find()
+
+    @cached_property
+    def ranges(self) -> list[Range]:
+        """The rows that the recipe takes."""
+        split, sizes = self.source.split, {name: len(rows) for name, rows in self.splits.items()}
+        if split in sizes:
+            return [(split, 0, sizes[split])]
+        from .readers.dataset import parse_split
+
+        return parse_split(split, sizes, self._where)
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Checksums of the files, or the fingerprint of the dataset."""
+    def facts(self) -> dict[str, Any]:
+        """What the record of its tokens says of it."""
+        name, weight = hide_query(self.source.source), self.source.weight
+        return {"name": name, "weight": weight, "rows": self.ranges}
 
-    def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
+    @cached_property
+    def parts(self) -> Sequence[Rows]:  # type: ignore[override]
+        """The ranges of rows."""
+        parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
+        if not sum(map(len, parts)):
+            split = self.source.split
+            raise DataError(f"{self._where} (split '{split}'): has no rows; set another split")
+        return parts
 
 
 def open_source(source: Source, key: str = "data.source") -> OpenSource:
@@ -48,53 +93,101 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
 
     `key` is the recipe's key that names it, for messages.
     """
-    path, where = Path(source.source), f"{key}: {hide_query(source.source)}"
-    if "://" in source.source:
-        from .readers.remote import RemoteSource
+    name, path = source.source, Path(source.source)
+    where = f"{key}: {hide_query(name)}"
+    if "://" in name:
+        from .readers.remote import find_objects, read_objects
 
-        return RemoteSource(source, where)
+        objects = find_objects(name, where)
+        content = digest({"versions": [each.version for each in objects]})
+        return OpenSource(
+            source,
+            where,
+            find=lambda: {"train": read_objects(objects, source.split, where)},
+            identify=lambda: content,
+        )
+    _ensure_readable(name, where)
+    if path.suffix in (".jsonl", ".json") and path.is_file():
+        return OpenSource(
+            source,
+            where,
+            find=lambda: {"train": _read_json(path, where)},
+            identify=lambda: cached_file_digest(path),
+        )
+
+    @cache
+    def find() -> Mapping[str, Any]:
+        from .readers.dataset import read_splits
+
+        reader = FILES[path.suffix] if path.is_file() else None
+        return read_splits(name, reader, f"{where} (split '{source.split}')")
+
+    def identify() -> str:
+        if path.is_file():
+            return cached_file_digest(path)
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
+        return digest(checksums or {split: rows.fingerprint for split, rows in find().items()})
+
+    return OpenSource(source, where, find, identify)
+
+
+def _ensure_readable(name: str, where: str) -> None:
+    """Refuse what is a path, by its name or on the disk, and holds no data."""
+    path, known = Path(name), ", ".join(FILES)
     if path.is_file():
         if path.suffix not in FILES:
-            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {', '.join(FILES)}")
+            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
-        if path.suffix in (".jsonl", ".json"):
-            array = _read_array(path, where) if path.suffix == ".json" else None
-            return FileSource(path, source.split, where, array)
     elif path.is_dir():
         files = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(file.suffixes) for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(
-                f"{where}: the folder has no data: no {', '.join(FILES)} file, and no dataset of "
+                f"{where}: the folder has no data: no {known} file, and no dataset of "
                 "save_to_disk; name another folder, or a file"
             )
-    elif path.suffix in FILES or source.source.startswith((".", "/")):
+    elif path.suffix in FILES or name.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
-    from .readers.dataset import DatasetSource
-
-    reader = FILES[path.suffix] if path.is_file() else None
-    return ensure_rows(DatasetSource(source, reader, where), where, source.split)
 
 
-def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
+def _read_json(path: Path, where: str) -> Rows:
+    """Read the array or the object of a .json file; others hold a row on each line."""
+    if path.suffix == ".jsonl":
+        return find_lines(path)
+    content = path.read_bytes()
+    try:
+        rows = parse_json(content)
+    except ValueError as error:
+        if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+            raise DataError(f"{where}: is not JSON: {error}; correct the file") from error
+        return find_lines(path)
+    rows = rows if isinstance(rows, list) else [rows]
+    return RowList(rows, len(content) // max(1, len(rows)))
+
+
+def ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
     """Refuse configured columns that no row of any source has."""
     named = [("columns", name, f" (for {ours})") for ours, name in data.columns.items()]
     named += [("ignore", name, "") for name in data.ignore]
-    columns, start = set[str](), 0
-    while missing := [it for it in named if it[1] not in columns]:
-        if start >= max(map(len, sources), default=0):
-            known = ", ".join(sorted(columns)) or "none"
-            raise RecipeError(
-                [
-                    f"data.{key}: no row has the column '{name}'{use}; columns: {known}"
-                    for key, name, use in missing
-                ]
-            )
-        stop = start + COLUMN_ROWS
-        columns.update(*(row for source in sources for row in source.read(start, stop) if row))
-        start = stop
+    columns, wanted = set[str](), {name for _, name, _ in named}
+    longest = max(map(len, sources), default=0) if named else 0
+    for start in range(0, longest, COLUMN_ROWS):
+        if wanted <= columns:
+            return
+        for source in sources:
+            rows = source.read(start, start + COLUMN_ROWS)
+            columns.update(*(row for row in rows if isinstance(row, dict)))
+    known = ", ".join(sorted(columns)) or "none"
+    missing = [
+        f"data.{key}: no row has the column '{name}'{use}; columns: {known}"
+        for key, name, use in named
+        if name not in columns
+    ]
+    if missing:
+        raise RecipeError(missing)
 
 
 def read_lead_row(rows: Rows, data: Data) -> Row:
@@ -102,7 +195,7 @@ def read_lead_row(rows: Rows, data: Data) -> Row:
     return lead_row(rows.read(0, FIRST_ROWS), data)
 
 
-def slices_of(sources: Sequence[OpenSource], data: Data) -> list[Slice]:
+def slices_of(sources: Sequence[Rows], data: Data) -> list[Slice]:
     """Cut sources into slices of about equal size, independent of the machine."""
     slices = []
     for number, rows in enumerate(sources):
@@ -111,42 +204,14 @@ def slices_of(sources: Sequence[OpenSource], data: Data) -> list[Slice]:
         lead = read_lead_row(rows, data)
         cuts = np.flatnonzero(np.diff(by_bytes) | np.diff(by_rows)) + 1
         for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
-            if stop > start:
-                slices.append(Slice(number, start, stop, rows.part(start, stop), lead))
+            slices.append(Slice(number, start, stop, rows.part(start, stop), lead))
     return slices
 
 
-class FileSource(LateRows):
-    """A jsonl or json file, which is one split."""
-
-    def __init__(self, path: Path, split: str, where: str, rows: RowList | None = None) -> None:
-        self._path, self._split, self._where, self._array = path, split, where, rows
-
-    @cached_property
-    def _rows(self) -> JsonLines | RowList | JoinedRows:
-        rows: Any = find_lines(self._path) if self._array is None else self._array
-        if not len(rows):
-            raise DataError(f"{self._where}: only blank lines; name a file with rows")
-        if self._split != "train":
-            from .readers.dataset import take_split
-
-            rows = take_split(rows, self._split, self._where)
-        return ensure_rows(rows, self._where, self._split)  # type: ignore[no-any-return]
-
-    @cached_property
-    def identity(self) -> dict[str, str]:
-        """The checksum of the file."""
-        return {"file": cached_file_digest(self._path), "split": self._split}
-
-
-def _read_array(path: Path, where: str) -> RowList | None:
-    """Return the rows of a .json file that holds an array; None if it may hold lines."""
-    content = path.read_bytes()
-    try:
-        rows = parse_json(content)
-    except ValueError as error:
-        if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-            raise DataError(f"{where}: is not JSON: {error}; correct the file") from error
-        return None
-    rows = rows if isinstance(rows, list) else [rows]
-    return RowList(rows, len(content) // max(1, len(rows)))
+def share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell from the facts of two sources whether they have a row in common."""
+    return os.path.realpath(one["name"]) == os.path.realpath(other["name"]) and any(
+        split == other_split and max(start, other_start) < min(stop, other_stop)
+        for split, start, stop in one["rows"]
+        for other_split, other_start, other_stop in other["rows"]
+    )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +13,7 @@ from ..recipe.capabilities import Capability
 
 if TYPE_CHECKING:
     from ..output.record import Record
-    from ..recipe.tables import Recipe, Source
+    from ..recipe.tables import Recipe
     from ..registry.active import Active
 
 
@@ -90,27 +87,3 @@ def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
             f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
             f"{min(8, share)} (1 if you mean it)"
         )
-    held = recipe.eval and recipe.eval_source()
-    if held and any(share_rows(held, source) for source in recipe.data.all_sources()):
-        yield (
-            "evaluations read rows that are trained on, too: eval.split and the split in [data] "
-            'overlap. Hold rows out, as split = "train[95%:]" and split = "train[:95%]" do'
-        )
-
-
-def share_rows(one: Source, other: Source) -> bool:
-    """Tell whether two slices of one source overlap, as far as slices tell without its size."""
-    if os.path.realpath(one.source) != os.path.realpath(other.source):
-        return False
-    # `datasets` takes a second.
-    from ..data.readers.dataset import parse_split
-
-    sizes = dict.fromkeys(re.findall(r"\w+", f"{one.split} {other.split}"), 10**9)
-    try:
-        pairs = product(parse_split(one.split, sizes), parse_split(other.split, sizes))
-    except ValueError:
-        return False  # opening the source says why
-    return any(
-        name == other_name and max(rows.start, others.start) < min(rows.stop, others.stop)
-        for (name, rows), (other_name, others) in pairs
-    )

@@ -23,7 +23,7 @@ import pyarrow as pa
 from ..base.errors import DataError
 from ..base.types import Shard
 
-FORMAT = 7
+FORMAT = 8
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),

@@ -31,6 +31,7 @@ from transformers.utils import logging  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from plugsft.base.types import Rendered  # noqa: E402
+from plugsft.data.jsonl import RowList  # noqa: E402
 from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
 from plugsft.model.load import Load, make_scratch_model  # noqa: E402
@@ -107,26 +108,11 @@ def main() -> None:
 def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
     """Save a model and the tokenizer that TRL needs."""
     text = Rendered([" ".join(map(str, range(2000)))])
-    tokenizer = train_tokenizer([Rows()], lambda *_: text, 300)
+    tokenizer = train_tokenizer([RowList([{}])], lambda *_: text, 300)
     model = make_scratch_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
     model.resize_token_embeddings(vocab)
     model.to(dtype).save_pretrained(folder / "model")  # type: ignore[arg-type]
     tokenizer.save_pretrained(folder / "model")
-
-
-class Rows:
-    """A source with one empty row."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        """Return the row."""
-        return [{}]
-
-    def part(self, start: int, stop: int) -> "Rows":
-        """Return the source itself."""
-        return self
 
 
 def write_documents(folder: Path, vocab: int) -> Any:

@@ -121,7 +121,8 @@ def _set_texts(c: Conversion) -> None:
 def _set_trained_tokens(c: Conversion) -> None:
     sources = c.value("data.sources") or [{"source": c.value("data.source")}]
     rows = rows_of(sources[0]["source"])
-    row = (rows and rows.read(0, 1)[0]) or {}  # unknown, where no file lies here
+    first = rows.read(0, 1)[0] if rows else {}  # unknown, where no file lies here
+    row = first if isinstance(first, dict) else {}
     completion, pairs = c.get("completion_only_loss"), {"prompt", "completion"} <= row.keys()
     if c.read("assistant_only_loss", False):
         c.set("data.train_on", "assistant", "assistant_only_loss")

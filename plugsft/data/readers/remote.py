@@ -1,13 +1,17 @@
-"""Rows at s3://, gs://, hf:// and https:// addresses, read by ranges, never copied whole."""
+"""Rows at s3://, gs://, hf:// and https:// addresses, read by ranges, never copied whole.
+
+fsspec reads the stores. Its own reader of web servers was tried: it gives wrong bytes without an
+error where a server ignores ranges, tries nothing again, and does not see that a file has changed.
+"""
 
 import io
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from glob import has_magic
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,24 +21,23 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.spec import AbstractBufferedFile
 
-from ...base.checksums import digest
 from ...base.errors import DataError
-from ...base.types import Ints, Row
-from ...recipe.tables import Source
-from ..jsonl import JoinedRows, JsonLines, LateRows, ensure_rows, find_lines, without_none
+from ...base.types import Ints, Row, Rows
+from ..jsonl import JoinedRows, find_lines, without_none
 
 T = TypeVar("T")
 ENDINGS = (".jsonl", ".parquet")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Scheme -> the extra of plugsft that reads it."""
 VERSIONS = ("etag", "last-modified", "lastmodified", "mtime", "updated", "md5hash", "blob_id")
-"""What an object store says of an object's content, in small letters."""
+"""What an object store says of an object's content, in small letters; the first is taken."""
 TRIES, TIMEOUT = 5, 60
+PASSING = re.compile("Connection|Incomplete|Timeout|ResponseStream")
+"""In the names of errors that may pass: each store has types of its own."""
 UNQUOTED = "%/:=&?~#+!$,;'@()*[]"
 """Letters of an address that have a meaning, or are quoted already."""
-EMPTY_RANGE = 416
-"""A server's answer to a request for bytes of an empty file."""
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file."""
 COMPRESSED = "is compressed by gzip, which has no ranges of rows: store it as it is, or download it"
@@ -46,17 +49,14 @@ FIRST_SCAN = 1 << 18
 """Bytes of an object in which the first lines are searched."""
 
 
-Version = tuple[tuple[str, str], ...]
-"""What a store says of an object's content: name and value."""
-
-
 @dataclass(frozen=True)
 class Address:
     """An object, opened like a path."""
 
     url: str
     size: int
-    version: Version = ()
+    version: str
+    """What the store says of its size and content."""
     buffer: int = EXACT
 
     def open(self, _mode: str = "rb", buffering: int = EXACT) -> io.BufferedReader:
@@ -64,9 +64,8 @@ class Address:
         return io.BufferedReader(RangeFile(self), max(buffering, self.buffer))
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Read a range of bytes; a cut connection is tried again."""
-        where = f"data: {self.url}"
-        content = explained(lambda: _retried(lambda: self._fetch(start, stop), self.url), where)
+        """Read a range of bytes."""
+        content = asked(lambda: self._fetch(start, stop), f"data: {self.url}")
         if start == 0 and content.startswith(GZIP):
             raise DataError(f"{self.url}: {COMPRESSED}")
         return content
@@ -76,79 +75,62 @@ class Address:
             content, version = _get(self.url, start, stop)
         else:
             store, path = _store(self.url)
-            content = store.cat_file(path, start=start, end=stop)
+            content = bytes(store.cat_file(path, start=start, end=stop))
             # Asked after the bytes arrived, which may be of an older version, not of a newer one.
             version = _version(store.info(path))
-        self._ensure_unchanged(version)
+        if version != self.version:
+            # The bytes do not fit to the lines that were found.
+            raise DataError(f"{self.url}: has changed while it was read; start again")
         if len(content) != stop - start:
             raise ConnectionError(f"{len(content):,} bytes of {stop - start:,} arrived")
-        return bytes(content)
-
-    def _ensure_unchanged(self, version: Version) -> None:
-        """Refuse bytes of a replaced object: they do not fit to the lines that were found."""
-        before, now = dict(self.version), dict(version)
-        # A listing may write times in another way: the first name that both know is compared.
-        names = [name for name in VERSIONS if name in before and name in now][:1]
-        if any(before.get(name) != now.get(name) for name in ("size", *names) if before):
-            raise DataError(f"{self.url}: has changed while it was read; start again")
+        return content
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(AbstractBufferedFile):  # type: ignore[misc]  # untyped upstream
     """The bytes of an object, as a file."""
 
     def __init__(self, address: Address) -> None:
-        self._address, self._position = address, 0
+        super().__init__(None, address.url, cache_type="none", size=address.size)
+        self._address = address
 
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return that it can be read from anywhere."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._address.size}
-        self._position = base[whence] + offset
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        """Fill a buffer with one request."""
-        stop = min(self._position + len(target), self._address.size)
-        if stop <= self._position:
-            return 0
-        content = self._address.fetch(self._position, stop)
-        target[: len(content)] = content
-        self._position = stop
-        return len(content)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._address.fetch(start, min(end, self._address.size))
 
 
-def find_objects(url: str) -> list[Address]:
-    """Return the objects of an address, a folder or a pattern."""
+def find_objects(url: str, where: str) -> list[Address]:
+    """Find the objects of an address, a folder or a pattern."""
+    found = asked(lambda: _find(url), where)
+    if not found:
+        raise DataError(f"{where}: no object; use names that end with {' or '.join(ENDINGS)}")
+    filled = [address for address in found if address.size]
+    if not filled:
+        raise DataError(f"{where}: is empty; name an object with rows")
+    return filled
+
+
+def _find(url: str) -> list[Address]:
     if url.startswith("http"):
         if not path_of(url).endswith(ENDINGS):
             return []
-        _, version = _retried(lambda: _get(url, 0, 1), url)
-        return [Address(url, int(dict(version)["size"]), version)]
+        _, version = _get(url, 0, 1)
+        return [Address(url, int(version.partition(" ")[0]), version)]
     store, path = _store(url)
     if has_magic(path) and not store.exists(path):  # a name may hold these letters itself
         infos = store.glob(path, detail=True)
-    elif path.endswith(ENDINGS):
-        infos = {path: store.info(path)}
     else:
         infos = store.find(path, detail=True) or {path: store.info(path)}  # says if it is missing
-    names = sorted(name for name in infos if name.endswith(ENDINGS))
     return [
-        Address(store.unstrip_protocol(name), int(infos[name]["size"]), _version(infos[name]))
-        for name in names
+        Address(store.unstrip_protocol(name), int(info["size"]), _version(info))
+        for name, info in sorted(infos.items())
+        if name.endswith(ENDINGS)
     ]
 
 
-def _version(info: Mapping[str, Any]) -> Version:
-    """Return what a store says of an object's content."""
-    facts = {key.lower(): str(value) for key, value in info.items()}
-    return tuple((key, facts[key]) for key in ("size", *VERSIONS) if key in facts)
+def _version(info: Mapping[str, Any]) -> str:
+    """Name the size of an object, and what else a store says of its content."""
+    facts = {key.lower(): value for key, value in info.items()}
+    content = [facts[name] for name in VERSIONS if name in facts]
+    return " ".join(map(str, [facts["size"], *content[:1]]))
 
 
 def path_of(url: str) -> str:
@@ -156,34 +138,35 @@ def path_of(url: str) -> str:
     return urlsplit(url).path if url.startswith("http") else url
 
 
-def _get(url: str, start: int, stop: int) -> tuple[bytes, Version]:
-    """Ask a web server for a range of bytes; return them and the file's version.
+def _get(url: str, start: int, stop: int) -> tuple[bytes, str]:
+    """Ask a web server for a range of bytes, and for the file's version.
 
     A request for the headers alone would be refused by an address that is signed for reading.
     """
-    headers = {"Range": f"bytes={start}-{stop - 1}"}
-    request = urllib.request.Request(quote(url, safe=UNQUOTED), headers=headers)
+    wanted = {"Range": f"bytes={start}-{stop - 1}"}
+    request = urllib.request.Request(quote(url, safe=UNQUOTED), headers=wanted)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-            facts, status = dict(response.headers.items()), response.status
-            if response.headers.get("Content-Encoding", "identity") != "identity":
-                raise DataError(f"{url}: {COMPRESSED}")
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+    with response:
+        headers = dict(response.headers.items())
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise DataError(f"{url}: {COMPRESSED}")
+        size = response.headers.get("Content-Range", "").rpartition("/")[2]
+        if response.status != 206:
             size = response.headers.get("Content-Length", "")
-            if status != 206 and size not in ("0", str(stop - start)):
+            if size not in ("0", str(stop - start)):
                 raise DataError(
                     f"{url}: the server gives whole files only (no Range requests): download the "
                     "file, and name it"
                 )
-            if status == 206:
-                size = response.headers.get("Content-Range", "").rpartition("/")[2]
-            content = response.read(stop - start + 1)
-    except urllib.error.HTTPError as error:
-        if error.code != EMPTY_RANGE or start:
-            raise
-        facts, size, content = {}, "0", b""
-    if not size.isdigit():
-        raise DataError(f"{url}: the server does not tell its size: download it, and name the file")
-    return content, _version(facts | {"size": size})
+        if not size.isdigit():
+            raise DataError(
+                f"{url}: the server does not tell its size: download it, and name the file"
+            )
+        return response.read(stop - start + 1), _version(headers | {"size": size})
 
 
 def _store(url: str) -> tuple[Any, str]:
@@ -191,53 +174,47 @@ def _store(url: str) -> tuple[Any, str]:
     return store, str(path)
 
 
-def _retried(read: Callable[[], T], url: str) -> T:
-    """Try again what a cut connection or a busy server has stopped."""
+def asked(work: Callable[[], T], where: str) -> T:
+    """Ask a store; try again what a cut connection or a busy server has stopped."""
     for attempt in range(TRIES):
+        if attempt:
+            time.sleep(0.1 * 2**attempt)
         try:
-            return read()
-        except (FileNotFoundError, PermissionError):
+            return work()
+        except DataError:
             raise
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code < 500 and error.code not in (408, 429):
-                raise
-            last: Exception = error
-        except (OSError, TimeoutError) as error:
+        except Exception as error:
+            if not _may_pass(error):
+                raise _refusal(error, where) from error
             last = error
-        except Exception as error:  # each store has types of its own
-            if not re.search("Connection|Incomplete|Timeout|ResponseStream", type(error).__name__):
-                raise
-            last = error
-        if attempt < TRIES - 1:
-            time.sleep(0.2 * 2**attempt)
-    raise DataError(f"{url}: cannot be read after {TRIES} tries: {last}") from last
+    raise DataError(f"{where}: cannot be read after {TRIES} tries: {last}") from last
 
 
-def explained(work: Callable[[], T], where: str) -> T:
-    """Turn the errors of stores into one line with the cure."""
-    scheme = where.rpartition(": ")[2].partition("://")[0]
-    try:
-        return work()
-    except DataError:
-        raise
-    except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        cure = f"pip install plugsft[{extra}]" if extra else str(error)
-        raise DataError(f"{where}: its store needs another package: {cure}") from error
-    except Exception as error:  # each store has types of its own
-        name, text = type(error).__name__, " ".join(str(error).split()) or "no reason given"
-        code = getattr(error, "code", None)
-        if isinstance(error, FileNotFoundError) or code == 404:
-            text = f"no such bucket, folder or object ({text})"
-        elif isinstance(error, PermissionError) or "Credential" in name or code in (401, 403):
-            cure = "set the store's credentials: AWS_ACCESS_KEY_ID and others"
-            if scheme in ("http", "https"):
-                cure = "use a signed address, or download the file"
-            text = f"no access ({text}); {cure}"
-        elif isinstance(error, ValueError) and "rotocol" in text:
-            text = f"unknown scheme ({text}); use s3, gs, hf or https"
-        raise DataError(f"{where}: {text}") from error
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in (408, 429)
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    return isinstance(error, OSError) or PASSING.search(type(error).__name__) is not None
+
+
+def _refusal(error: Exception, where: str) -> DataError:
+    """Say why a store refuses, in one line with the cure."""
+    scheme, name = where.rpartition(": ")[2].partition("://")[0], type(error).__name__
+    text, code = " ".join(str(error).split()) or "no reason given", getattr(error, "code", None)
+    if isinstance(error, ImportError):
+        cure = f"pip install plugsft[{EXTRAS[scheme]}]" if scheme in EXTRAS else text
+        text = f"its store needs another package: {cure}"
+    elif isinstance(error, FileNotFoundError) or code == 404:
+        text = f"no such bucket, folder or object ({text})"
+    elif isinstance(error, PermissionError) or "Credential" in name or code in (401, 403):
+        cure = "set the store's credentials: AWS_ACCESS_KEY_ID and others"
+        if scheme in ("http", "https"):
+            cure = "use a signed address, or download the file"
+        text = f"no access ({text}); {cure}"
+    elif isinstance(error, ValueError) and "rotocol" in text:
+        text = f"unknown scheme ({text}); use s3, gs, hf or https"
+    return DataError(f"{where}: {text}")
 
 
 @dataclass(frozen=True)
@@ -256,14 +233,13 @@ class ParquetRows:
     def part(self, start: int, stop: int) -> "ParquetRows":
         """Return a range of the rows."""
         stop = min(self.start + stop, self.stop)
-        return ParquetRows(self.address, self.start + start, stop, self.size)
+        return replace(self, start=self.start + start, stop=stop)
 
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; a field that is null counts as missing."""
-        start, stop = self.start + start, min(self.start + stop, self.stop)
-        rows: list[Row] = []
+    def read(self, start: int, stop: int) -> list[Row | str]:
+        """Read rows; a field that is null counts as missing."""
+        rows, wanted = list[Row](), self.part(start, stop)
         for number, (first, last) in enumerate(pairwise(_groups(self.address))):
-            begin, end = max(start, first), min(stop, last)
+            begin, end = max(wanted.start, first), min(wanted.stop, last)
             if begin < end:
                 group = _read_group(self.address, number)
                 rows += group.slice(begin - first, end - begin).to_pylist()
@@ -274,51 +250,31 @@ class ParquetRows:
         return np.full(len(self), self.size)
 
 
-class RemoteSource(LateRows):
-    """The rows of one object, of a folder or of a pattern."""
+def read_objects(objects: Sequence[Address], split: str, where: str) -> Rows:
+    """Find the rows of objects; of "train[:10]" in no more than the beginning of each."""
+    first = re.fullmatch(r"train\[:(\d+)\]", split)
+    limit = int(first[1]) if first else None
+    return asked(lambda: JoinedRows([_open(each, limit) for each in objects]), where)
 
-    def __init__(self, source: Source, where: str) -> None:
-        self._split, self._where = source.split, where
-        self._objects = explained(lambda: find_objects(source.source), where)
-        if not self._objects:
-            raise DataError(f"{where}: no object; use names that end with {' or '.join(ENDINGS)}")
-        self._objects = [address for address in self._objects if address.size]
-        if not self._objects:
-            raise DataError(f"{where}: is empty; name an object with rows")
 
-    @cached_property
-    def identity(self) -> dict[str, str]:
-        """The sizes and versions of the objects."""
-        versions = [dict(address.version) for address in self._objects]
-        return {"objects": digest({"versions": versions}), "split": self._split}
-
-    @cached_property
-    def _rows(self) -> JoinedRows:
-        rows = explained(lambda: JoinedRows(tuple(map(self._open, self._objects))), self._where)
-        if self._split != "train":
-            from .dataset import take_split
-
-            rows = take_split(rows, self._split, self._where)
-        return ensure_rows(rows, self._where, self._split)
-
-    def _open(self, address: Address) -> JsonLines | ParquetRows:
-        if path_of(address.url).endswith(".parquet"):
-            count = _groups(address)[-1]
-            return ParquetRows(address, 0, count, address.size // max(1, count))
-        first = re.fullmatch(r"train\[:(\d+)\]", self._split)
-        limit, size = (int(first[1]), FIRST_SCAN) if first else (0, address.size)
-        while True:
-            # The beginning of the object is enough if it has more lines than the limit.
-            beginning = replace(address, size=min(size, address.size), buffer=min(size, SCAN))
-            lines: Any = find_lines(beginning)  # type: ignore[arg-type]
-            if size >= address.size or len(lines) > limit:
-                return JsonLines(address, lines.starts, lines.stops)  # type: ignore[arg-type]
-            size *= 4
+def _open(address: Address, limit: int | None) -> Rows:
+    if path_of(address.url).endswith(".parquet"):
+        count = _groups(address)[-1]
+        return ParquetRows(address, 0, count, address.size // max(1, count))
+    size = address.size if limit is None else FIRST_SCAN
+    while True:
+        # The beginning of the object is enough if it has more lines than the limit.
+        beginning: Any = replace(address, size=min(size, address.size), buffer=min(size, SCAN))
+        lines = find_lines(beginning)
+        if size >= address.size or len(lines) > (limit or 0):
+            whole: Any = address
+            return replace(lines, path=whole)
+        size *= 4
 
 
 @lru_cache(maxsize=16)
 def _groups(address: Address) -> list[int]:
-    """Return where the row groups of a parquet object begin, and where the last one ends."""
+    """Find where the row groups of a parquet object begin, and where the last one ends."""
     with address.open() as file:
         facts = pq.read_metadata(file)
     sizes = [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
