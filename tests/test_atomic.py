@@ -62,9 +62,10 @@ def start(tmp_path, place):
     """Start builders of one folder; what is left of them ends with the test."""
     processes = []
 
-    def begin(seconds=0.0, patience=30.0):
-        script = BUILDER.format(patience=patience)
-        command = [sys.executable, "-c", script, place, tmp_path / "note", seconds]
+    def begin(seconds=0.0, patience=30.0, before=""):
+        script = before + BUILDER.format(patience=patience)
+        words = [place, tmp_path / "note", seconds, tmp_path / "claim"]
+        command = [sys.executable, "-c", script, *words]
         processes.append(
             subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, cwd=ROOT)
         )
@@ -365,6 +366,37 @@ def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place)
     os.kill(first.pid, signal.SIGKILL)
     said = {int(process.communicate(timeout=60)[0].split()[-1]) for process in waiting}
     assert builders(tmp_path, 2) == [first.pid, *said] and len(said) == 1
+    assert damage(place) is None and left_over(place) == []
+
+
+LATE = """
+import sys, time
+from pathlib import Path
+really = Path.unlink
+def late(path, missing_ok=False):
+    # It has found the builder dead, and removes its claim once another builds.
+    if path.name.endswith(".claim-builder") and path.read_text() == Path(sys.argv[4]).read_text():
+        while len(Path(sys.argv[2]).read_text().splitlines()) < 2:
+            time.sleep(0.01)
+    really(path, missing_ok)
+Path.unlink = late
+"""
+
+
+def test_two_waiters_that_find_a_builder_dead_build_one_after_the_other(start, tmp_path, place):
+    """The later one removes the claim of the living one: a claim is a hint, and does no harm."""
+    first = start(100.0)
+    builders(tmp_path, 1)
+    os.kill(first.pid, signal.SIGKILL)
+    (claim,) = place.parent.glob(".*.claim-builder")
+    (tmp_path / "claim").write_text(claim.read_text())
+    third = start(2.0, before=LATE)
+    time.sleep(1.0)
+    second = start(1.0)
+    said = {int(process.communicate(timeout=30)[0].split()[-1]) for process in (second, third)}
+    assert builders(tmp_path, 3) == [first.pid, second.pid, third.pid]
+    assert said == {third.pid}, "the second finds its folder taken, and waits"
+    assert (place / "data-parts").read_text().split() == [*map(str, builders(tmp_path, 3))]
     assert damage(place) is None and left_over(place) == []
 
 

@@ -58,7 +58,7 @@ def recipe(tmp_path, home):
             active.attach(DataDefaults(made.folder))
             shutil.copytree(prepare.prepare(made, active).tokenizer_folder, tmp_path / "tokenizer")
         tables["model"]["tokenizer"] = str(tmp_path / "tokenizer")
-        tables["plugins"] = {"arrow_cache": {}}
+        tables["plugins"] = changes.pop("plugins", {"arrow_cache": {}})
         for name, change in changes.items():
             tables[name] = tables.get(name, {}) | change if isinstance(change, dict) else change
         return write_recipe(tmp_path / "recipe.toml", tables)
@@ -506,6 +506,28 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     assert damaged and all(f"Remove the folder {folder}" in one for one in damaged), said
     assert len(read_metrics(tmp_path / "other")) < 3, "three steps are an epoch"
     assert not (tmp_path / "other/model").exists()
+
+
+@pytest.mark.parametrize("plugins", [{}, {"arrow_cache": {}}])
+@pytest.mark.parametrize("kind", ["shard", "index"])
+def test_a_flipped_bit_in_a_cache_costs_one_start(recipe, tmp_path, plugins, kind):
+    """As a lost file does: the data is prepared again."""
+    path = recipe(plugins=plugins)
+    folder = built(path)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    file = next(folder.glob("data-*" if kind == "shard" else "index.arrow"))
+    if kind == "shard":
+        ids = Tokens(folder, in_memory=True).gather(np.arange(len(Tokens(folder))))[0].tobytes()
+        flip(file, whole[file.name].index(ids) + len(ids) // 8 * 4)
+        ended = run_plugsft(path)
+        assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr
+        says = f"{file}: damaged: its checksum is wrong. It is removed: start again"
+        assert says in ended.stderr and not (tmp_path / "run/model").exists()
+    else:
+        flip(file, len(whole[file.name]) // 2)
+    ended = run_plugsft(path, "--overwrite")
+    assert ended.returncode == 0, ended.stderr
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
 
 
 def test_ids_that_the_model_does_not_know_are_refused(recipe, tmp_path):

@@ -359,7 +359,7 @@ def test_work_travels_to_another_process(run, tmp_path):
     work.folder = tmp_path / "there"
     # A process of its own, which has nothing but what travels.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        shard = pool.submit(work, Slice(0, 0, 30, part)).result()
+        shard = pool.submit(work.tokenize, Slice(0, 0, 30, part)).result()
     there = (tmp_path / "there" / shard.file).read_bytes()
     assert there == (tokens.folder / shard.file).read_bytes()
 

@@ -46,14 +46,14 @@ class SharedShardWriter(ShardWriter):
     num_slices: int = 0
     _counted: tuple[float, str] = (0.0, "")
 
-    def __call__(self, part: Slice) -> Shard:
+    def tokenize(self, part: Slice) -> Shard:
         """Write a slice as one shard; return an empty shard for another member's slice."""
         failed = self.folder / FAILED
         if failed.exists():
             raise DataError(failed.read_text())
         if not self._claim(part):
             return Shard("", rows=part.stop - part.start)
-        return super().__call__(part)
+        return super().tokenize(part)
 
     def claim_path(self, part: Slice) -> Path:
         """Return the file that claims a slice."""

@@ -81,30 +81,26 @@ def finish(
 
     `stamps` are of files that other processes wrote and synced.
     """
-    known = stamps or {}
+    manifest = dict(stamps or {})
     for unfinished in building.rglob(".*.tmp"):
         remove(unfinished)
+    for name, (size, _) in manifest.items():
+        path = building / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise DiskError(
+                f"{path}: is missing or cut short, and another rank wrote it",
+                "all nodes must write to one file system",
+            )
+    synced = {building / name for name in manifest}
     files = [path for path in sorted(building.rglob("*")) if path.is_file()]
-    manifest = dict(known)
-    for path in files:
-        name = str(path.relative_to(building))
-        if name not in known:
-            manifest[name] = stamp(path)
-        elif path.stat().st_size != known[name][0]:
-            raise DiskError(f"{path}: its size differs from what was written", "try again")
-    if missing := {*known} - {str(path.relative_to(building)) for path in files}:
-        raise DiskError(
-            f"{building}: {min(missing)}, which another rank wrote, is missing",
-            "all nodes must write to one file system",
-        )
-    write_text(building / MANIFEST, json.dumps(manifest, indent=1))
+    manifest |= {str(path.relative_to(building)): stamp(path) for path in {*files} - synced}
+    write_text(building / MANIFEST, json.dumps(dict(sorted(manifest.items())), indent=1))
     # Libraries write some files for their owner alone, whatever the umask.
     mode = (building / MANIFEST).stat().st_mode
     for path in files:
         path.chmod(mode)
-    for path in [*building.rglob("*"), building]:
-        if str(path.relative_to(building)) not in known:
-            sync(path)
+    for path in {*building.rglob("*"), building} - synced:
+        sync(path)
     if folder.exists() and not is_complete(folder):
         discard(folder)
     try:
@@ -126,10 +122,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, PlugsftError) or not _concerns(error, path):
+        number = None if isinstance(error, PlugsftError) else _error_number(error, path)
+        if number is None:
             raise
-        number, cure = _error_number(error), "give another folder (output=...)"
-        reason = reason_of(error) if number is None else reason_of(OSError(number, ""))
+        reason, cure = reason_of(OSError(number, "")), "give another folder (output=...)"
         if number in DISK_FULL:
             reason += f" ({format_size(free_disk(path))} are free)"
             cure = f"free some, or {cure}"
@@ -139,26 +135,16 @@ def writing(path: Path) -> Iterator[None]:
         raise DiskError(f"{path}: cannot be written: {reason}", cure) from error
 
 
-def _error_number(error: Exception) -> int | None:
-    """Return the system's error number: the exception's own, or the one in a library's text."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    # shutil copies several files, and raises a list of their errors.
-    reason = str(error.args[0][0][2] if isinstance(error, shutil.Error) else error)
-    numbers = ERROR_NUMBER.findall(reason)
-    return int(numbers[0]) if numbers else None
-
-
-def _concerns(error: Exception, path: Path) -> bool:
-    """Tell whether an error is about writing to a path or its folder."""
-    if not isinstance(error, OSError):
-        return ERROR_NUMBER.search(str(error)) is not None
-    if isinstance(error, shutil.Error):
-        return str(path.parent) in str(error)
+def _error_number(error: Exception, path: Path) -> int | None:
+    """Return the system's error number if an error is about writing to a path or its folder."""
+    if not isinstance(error, OSError) or error.errno is None:
+        found = ERROR_NUMBER.search(str(error))
+        return int(found[1]) if found else None
     if error.filename is None:
-        return error.errno in WRITE_ERRORS
+        return error.errno if error.errno in WRITE_ERRORS else None
     failed, path = (Path(os.path.abspath(os.fsdecode(name))) for name in (error.filename, path))
-    return failed.is_relative_to(path.parent) or path.is_relative_to(failed)
+    concerned = failed.is_relative_to(path.parent) or path.is_relative_to(failed)
+    return error.errno if concerned else None
 
 
 def is_published(folder: Path) -> bool:
@@ -169,6 +155,20 @@ def is_published(folder: Path) -> bool:
 def is_whole(folder: Path) -> bool:
     """Tell whether a folder was published and is undamaged, by a quick check."""
     return is_published(folder) and damage(folder, quick=True) is None
+
+
+def read_manifest(folder: Path) -> dict[Path, Stamp]:
+    """Read what plugsft wrote into a folder: path -> size and checksum."""
+    # Somebody else may have written it, so that it may hold anything: a web app has one, too.
+    try:
+        manifest = parse_json(read_text(folder / MANIFEST))
+        stamps = {path_inside(folder, name): stamp for name, stamp in manifest.items()}
+        for size, checksum in stamps.values():
+            if not (isinstance(size, int) and re.fullmatch("[0-9a-f]{32}", checksum)):
+                raise ValueError("plugsft did not write it")
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"its manifest cannot be read ({reason_of(error)})") from error
+    return stamps
 
 
 def damage(
@@ -184,42 +184,29 @@ def damage(
     """
     rank, ranks = share
     try:
-        manifest = parse_json(read_text(folder / MANIFEST))
-        if not manifest:
-            return "its manifest lists no file"
-        total, before = sum(size for size, _ in manifest.values()), 0
-        for name, (size, checksum) in sorted(manifest.items()):
-            middle, before = before + size / 2, before + size
+        stamps = read_manifest(folder)
+        total, before = sum(size for size, _ in stamps.values()), 0
+        for path, (size, checksum) in sorted(stamps.items()):
+            name, middle, before = path.relative_to(folder), before + size / 2, before + size
             skip = total and int(middle * ranks / total) != rank
-            if skip or (names is not None and name not in names):
+            if skip or (names is not None and str(name) not in names):
                 continue
-            path = path_inside(folder, name)
             if not path.is_file():
                 return f"{name} is missing"
             read = not quick or path.suffix in (".json", ".jinja")
             if path.stat().st_size != size or (read and file_digest(path) != checksum):
                 return f"{name} is not what was written"
-    except Exception as error:  # a manifest that somebody else wrote raises nearly every type
-        return f"its manifest cannot be read ({reason_of(error)})"
-    return None
-
-
-def manifest_sizes(folder: Path) -> dict[Path, int] | None:
-    """Return the paths and sizes of a manifest's files; None if plugsft wrote no manifest."""
-    try:
-        manifest = parse_json(read_text(folder / MANIFEST))
-        # A web app, too, has a manifest.json: no other program's lists sizes and such checksums.
-        own = all(re.fullmatch("[0-9a-f]{32}", checksum) for _, checksum in manifest.values())
-        sizes = {path_inside(folder, name): int(size) for name, (size, _) in manifest.items()}
-        return sizes if own else None
-    except Exception:  # as above
-        return None
+    except (OSError, ValueError, PlugsftError) as error:
+        return reason_of(error)
+    return None if stamps else "its manifest lists no file"
 
 
 def warn_of_changes(folder: Path) -> None:
     """Warn of a folder of plugsft's that is not as it was written, as a quick check finds."""
-    if manifest_sizes(folder) and (wrong := damage(folder, quick=True)):
-        say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
+    with suppress(ValueError):
+        read_manifest(folder)
+        if wrong := damage(folder, quick=True):
+            say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
 
 
 def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
@@ -227,14 +214,15 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    sizes = manifest_sizes(folder)
-    if sizes is None:
+    try:
+        stamps = read_manifest(folder)
+    except ValueError:
         return files
     return [
         path
         for path in files
         if path != folder / MANIFEST
-        and (path not in sizes or (sized and path.lstat().st_size != sizes[path]))
+        and (path not in stamps or (sized and path.lstat().st_size != stamps[path][0]))
     ]
 
 

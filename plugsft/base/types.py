@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
-
-from .errors import PlugsftError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,14 +126,14 @@ class Shard:
     too_long: list[int] = field(default_factory=list)
     """Rows left out because they are too long."""
     truncated: list[int] = field(default_factory=list)
-    unrolled: dict[str, int] = field(default_factory=dict)
+    unrolled: Counter[str] = field(default_factory=Counter)
     """Chats that give an example for each trained turn: their number, their tokens, and the tokens
     of their longest examples."""
     warnings: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """Columns that are not read."""
     mask: str = ""
-    engines: dict[str, int] = field(default_factory=dict)
+    engines: Counter[str] = field(default_factory=Counter)
     """Number of texts that each engine encoded."""
     largest: int = 0
     """The largest token id."""
@@ -150,13 +149,10 @@ class SliceResult:
 
     shard: Shard | None
     error: Exception | None = None
-    trace: str = ""
 
     def get(self) -> Shard:
         """Return the shard; raise the worker's error here."""
         if self.error is not None:
-            if not isinstance(self.error, PlugsftError):
-                self.error.add_note(f"in a worker process:\n{self.trace}")
             raise self.error
         assert self.shard is not None
         return self.shard

@@ -1,11 +1,14 @@
 """The core's answers to the hooks of the data path. They need no torch."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.atomic import is_whole
 from ..base.checksums import digest
+from ..base.errors import DataError
 from ..base.types import Encoded, Rendered, Row, Shard, Slice
 from ..hooks import Work, hookimpl
 from ..recipe.tables import Data
@@ -35,7 +38,7 @@ class DataDefaults:
         shards = []
         with work.progress(slices) as advance:
             for part in slices:
-                shards.append(work(part))
+                shards.append(work.tokenize(part))
                 advance(shards[-1])
         return shards
 
@@ -45,5 +48,11 @@ class DataDefaults:
     ) -> Any:
         """Store tokens in the run's output folder."""
         folder = self.output / "tokens" / digest(key)
-        build(folder)
+
+        def opens(made: Path) -> bool:
+            with suppress(DataError):
+                return is_whole(made) and len(read(made)) > 0
+            return False
+
+        build(folder, opens)
         return read(folder)

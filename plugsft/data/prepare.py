@@ -303,7 +303,9 @@ def _prepare_tokens(
 
     share = share_slices and partial(share_slices, work, sources)
     build = partial(once, fill=fill, share=share)
-    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
+    tokens = _name_sources(
+        active.hooks.cache(key=key, build=build, read=partial(Tokens, cached=True)), work
+    )
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     weights = tokens.columns.get(WEIGHT)

@@ -76,7 +76,7 @@ def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list
         with progress("reading", sum(map(len, ranges)), "rows") as advance:
             for rows in ranges:
                 part = sources[source].part(rows.start, rows.stop)
-                shards.append(work(Slice(source, rows.start, rows.stop, part, lead)))
+                shards.append(work.tokenize(Slice(source, rows.start, rows.stop, part, lead)))
                 advance(len(rows), "")
         write_index(work.folder, shards, {"key": ""})
         return Sample(ranges, merge(shards), Tokens(work.folder))

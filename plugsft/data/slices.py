@@ -5,10 +5,10 @@ import json
 import pickle
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,21 @@ class ShardWriter:
     one_thread = ONE_THREAD
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_hooks": None}
+        return vars(self) | {"_hooks": None}
 
-    @cached_property
+    @property
     def hooks(self) -> Hooks:
         """The hooks of this run; a worker process rebuilds them from the options."""
-        return self._hooks or rebuild(self.plugins).attach(DataDefaults(self.folder)).hooks
+        if self._hooks is None:
+            self._hooks = rebuild(self.plugins).attach(DataDefaults(self.folder)).hooks
+        return self._hooks
 
-    def __call__(self, part: Slice) -> Shard:
+    def tokenize(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
         path = self.path(part)
         shard = Shard(path.name, source=part.source, rows=part.stop - part.start)
-        examples = self._examples(part, shard)
+        with _collector_off():
+            examples = self._examples(part, shard)
         if shard.bad and self.data.on_bad_row == "error":
             bad = describe_bad_rows(shard.bad, part.rows, part.start)
             raise DataError(f"{self.name(part)}: {bad}{cure_bad(shard.bad)}")
@@ -96,26 +99,8 @@ class ShardWriter:
         shard.trained, shard.columns = write_shard(path, examples), examples.types
         shard.stamp = [*stamp(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
-        write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
+        write_text(path.with_suffix(".json"), json.dumps(add_checksum(vars(shard))))
         return shard
-
-    def tokenize(self, part: Slice) -> Shard:
-        """Call it; name the row that an error comes from."""
-        with _collector_off():
-            try:
-                return self(part)
-            except PlugsftError:
-                raise  # its message names the rows
-            except Exception as error:
-                for offset in range(len(part.rows)):
-                    row, one = part.start + offset, part.rows.part(offset, offset + 1)
-                    try:
-                        self(replace(part, start=row, stop=row + 1, rows=one))
-                    except Exception as row_error:
-                        row_error.add_note(f"at {self.where(part)}: it was row {row:,}")
-                        raise row_error from None
-                error.add_note(f"at {self.where(part)}")
-                raise
 
     def attempt(self, part: Slice) -> SliceResult:
         """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
@@ -127,7 +112,9 @@ class ShardWriter:
                 pickle.loads(pickle.dumps(error))
             except Exception:
                 error = RuntimeError(f"{type(error).__name__}: {error}")
-            return SliceResult(None, error, trace)
+            if not isinstance(error, PlugsftError):
+                error.add_note(f"in a worker process:\n{trace}")
+            return SliceResult(None, error)
 
     def cut(self, sources: Sequence[OpenSource]) -> list[Slice]:
         """Cut sources into slices; refuse configured columns that no row has."""
@@ -146,16 +133,16 @@ class ShardWriter:
     @contextmanager
     def progress(self, slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
         """Show the progress of slices; call the function that it yields with each shard."""
-        started, rows, tokens = time.monotonic(), 0, 0
+        started, done = time.monotonic(), Shard("")
         total = sum(part.stop - part.start for part in slices)
         with progress("tokenizing", total, "rows") as advance:
 
             def add(shard: Shard) -> None:
-                nonlocal rows, tokens
                 if shard.file:  # else another process tokenizes it
-                    rows, tokens = rows + shard.rows, tokens + shard.tokens
+                    done.rows += shard.rows
+                    done.tokens += shard.tokens
                 seconds = max(time.monotonic() - started, 1e-3)
-                speed = f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s"
+                speed = f"{done.rows / seconds:,.0f} rows/s, {done.tokens / seconds:,.0f} tokens/s"
                 advance(shard.rows, f"{self.team()}{speed}")
 
             yield add
@@ -180,6 +167,25 @@ class ShardWriter:
         return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
+        """Make the examples of a slice; name the row that an error comes from."""
+        try:
+            return self._make_examples(part, shard)
+        except PlugsftError:
+            raise  # its message names the rows
+        except Exception as error:
+            error.add_note(f"at {self.where(part)}")
+            for row in range(part.start, part.stop):
+                rows = part.rows.part(row - part.start, row - part.start + 1)
+                try:
+                    self._make_examples(
+                        replace(part, start=row, stop=row + 1, rows=rows), Shard("")
+                    )
+                except Exception as row_error:
+                    row_error.add_note(f"at {self.where(part)}: it was row {row:,}")
+                    raise row_error from None
+            raise
+
+    def _make_examples(self, part: Slice, shard: Shard) -> Examples:
         numbers, rows = self._read(part, shard)
         data = self.data.model_copy()
         data._lead_row = part.lead_row
@@ -194,7 +200,8 @@ class ShardWriter:
                 special_tokens=rendered.special_tokens,
             )
             mask = trained_mask(encoded, rendered)
-        shard.mask, shard.unread, shard.engines = rendered.mask, rendered.unread, encoded.engines
+        shard.mask, shard.unread = rendered.mask, rendered.unread
+        shard.engines.update(encoded.engines)
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
         for warning, batch_numbers in rendered.warnings.items():
@@ -302,9 +309,8 @@ def merge(shards: Sequence[Shard]) -> Shard:
         total.largest = max(total.largest, shard.largest)
         total.too_long += shard.too_long
         total.truncated += shard.truncated
-        for sums, counts in ((total.unrolled, shard.unrolled), (total.engines, shard.engines)):
-            for name, count in counts.items():
-                sums[name] = sums.get(name, 0) + count
+        total.unrolled.update(shard.unrolled)
+        total.engines.update(shard.engines)
         for reason, rows in shard.bad.items():
             total.bad.setdefault(reason, []).extend(rows)
         for warning, counted in shard.warnings.items():
@@ -388,12 +394,12 @@ def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
     several = number > 1
     if several.any():
         tokens, longest = np.add.reduceat(counts, first), np.maximum.reduceat(counts, first)
-        shard.unrolled = {
-            "chats": int(several.sum()),
-            "examples": int(number[several].sum()),
-            "tokens": int(tokens[several].sum()),
-            "longest": int(longest[several].sum()),
-        }
+        shard.unrolled = Counter(
+            chats=int(several.sum()),
+            examples=int(number[several].sum()),
+            tokens=int(tokens[several].sum()),
+            longest=int(longest[several].sum()),
+        )
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:

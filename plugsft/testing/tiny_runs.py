@@ -266,4 +266,5 @@ def write_shards(work: ShardWriter, slices: list[Slice]) -> dict[str, bytes]:
     """Write slices as shards; return the content of each file."""
     with tempfile.TemporaryDirectory() as folder:
         here = replace(work, folder=Path(folder))
-        return {(shard := here(one)).file: Path(folder, shard.file).read_bytes() for one in slices}
+        names = [here.tokenize(part).file for part in slices]
+        return {name: Path(folder, name).read_bytes() for name in names}

@@ -74,7 +74,7 @@ def of_ours(tokenizer, row, folder):
         Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hooks=hook
     )
     [part] = slices_of([RowList([row])], Data(source="x"))
-    write_index(folder, [work(part)], {"key": ""})
+    write_index(folder, [work.tokenize(part)], {"key": ""})
     tokens = Tokens(folder)
     ids, mask = (some.tolist() for some in tokens.example(0))
     cuts = [0, *tokens.sequences([0])[0].cumsum().tolist()]

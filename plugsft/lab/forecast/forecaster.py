@@ -102,7 +102,7 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     work.folder.mkdir()
     counts = [min(SAMPLE, len(rows)) for rows in opened]
     shards = [
-        work(Slice(number, 0, count, rows.part(0, count)))
+        work.tokenize(Slice(number, 0, count, rows.part(0, count)))
         for number, (rows, count) in enumerate(zip(opened, counts, strict=True))
     ]
     if not any(shard.examples for shard in shards):
