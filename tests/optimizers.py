@@ -117,9 +117,9 @@ class Odd(Optimizer):
         self.state["steps"] = self.state.get("steps", 0) + 1
         for group in self.param_groups:
             group["factors"] *= 0.9
-            group["history"].append(float(group["lr"]))
+            group["history"] = [*group["history"], float(group["lr"])]
             group["on"] = not group["on"]
-            group["seen"][1] += 1
+            group["seen"] = group["seen"] | {1: group["seen"][1] + 1}
             group["share"] *= np.float32(0.9)
             for parameter in group["params"]:
                 if parameter.grad is None:

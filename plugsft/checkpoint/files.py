@@ -129,6 +129,8 @@ class ShardReader:
     def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:
         """Read the values of a shard; `exact` refuses to round them to the shard's type."""
         begin, end = shard.start, shard.start + shard.values.numel()
+        if begin == end:
+            return
         filled = 0
         for start, stop, path in self._shards_of(name):
             low, high = max(begin, start), min(end, stop)

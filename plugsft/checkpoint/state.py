@@ -9,9 +9,9 @@ import torch
 from ..base.errors import CheckpointError, PluginError
 from ..model.tensor_shards import TensorShard
 from ..ranks.loss_scale import LossScale
-from ..ranks.weights import Weights, ZeroWeights
+from ..ranks.weights import Weights
 from .files import ShardReader
-from .optimizers import FOLDER, OptimizerState, ZeroOptimizerState
+from .optimizers import FOLDER, OptimizerState
 from .tree import Decoder, Encoder, Unstorable, where_in_plugin
 
 WEIGHTS = "model"
@@ -31,10 +31,7 @@ class TrainState:
     def __init__(self, weights: Weights, optimizer: Any, scale: LossScale) -> None:
         """Make it before the first step: later settings are compared with those of now."""
         self.weights, self._scale = weights, scale
-        if isinstance(weights, ZeroWeights):
-            self._optimizer: OptimizerState = ZeroOptimizerState(weights, optimizer)
-        else:
-            self._optimizer = OptimizerState(weights, optimizer)
+        self._optimizer = OptimizerState(weights, optimizer)
 
     def describe(
         self, plugin_states: Mapping[str, Any]

@@ -4,7 +4,6 @@ A tensor like its weight, of equal shape and divided equally, is stored by the r
 hold. Any other must be equal on all ranks; the first one writes it, or a small one is in the JSON.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +52,8 @@ class Encoder:
     """The model's parameters by name: plugins may keep slices of them."""
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
-    def __call__(self, value: Any, name: str, weight: Any = None) -> Any:
-        """Describe a value; `weight` is given if it belongs to the state of a weight."""
+    def __call__(self, value: Any, name: str, slot: Any = None) -> Any:
+        """Describe a value; `slot` is given if it belongs to the state of a weight."""
         if isinstance(value, np.generic):
             return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
@@ -62,26 +61,24 @@ class Encoder:
         if isinstance(value, WeightSlice):
             return self._weight_slice(value, name)
         if isinstance(value, Tensor):
-            return self._tensor(value, name, weight)
+            return self._tensor(value, name, slot)
         if isinstance(value, list | tuple):
             kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self(item, f"{name}/{n}", weight) for n, item in enumerate(value)]}
+            return {kind: [self(item, f"{name}/{n}", slot) for n, item in enumerate(value)]}
         if isinstance(value, Mapping) and all(isinstance(key, KEYS) for key in value):
-            pairs = [
-                [key, self(item, f"{name}/{_part(key)}", weight)] for key, item in value.items()
-            ]
+            pairs = [[key, self(item, f"{name}/{_part(key)}", slot)] for key, item in value.items()]
             return {"dict": pairs}
         raise Unstorable(name, _kind(value))
 
-    def _tensor(self, tensor: Any, name: str, weight: Any) -> dict[str, Any]:
+    def _tensor(self, tensor: Any, name: str, slot: Any) -> dict[str, Any]:
         if type(tensor) not in TENSORS:
             raise Unstorable(name, _kind(tensor))
         described: dict[str, Any] = {"tensor": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
-        if tensor.device.type != (self.device if weight is None else weight.device).type:
+        if tensor.device.type != (self.device if slot is None else slot.tensor.device).type:
             described["host"] = True
-        if weight is not None and _is_like(tensor, weight):
-            self.shards[name] = shard_of(tensor.contiguous())
-            return described | {"like_weight": name}
+        if slot is not None and _is_like(tensor, slot.tensor):
+            shard = self.shards[name] = slot.part(tensor)
+            return described | {"shape": [*shard.shape], "like_weight": name}
         if isinstance(tensor, DTensor):
             raise Unstorable(name, "DTensor of another shape than its weight")
         if tensor.numel() <= MAX_JSON_NUMBERS and not tensor.is_complex():
@@ -121,15 +118,13 @@ class Decoder:
     """The model's parameters by name."""
     same_sharding: bool
     """Whether the weights are divided as in the checkpoint."""
-    owner: str = ""
-    """The optimizer's class, for messages."""
 
-    def __call__(self, described: Any, where: str, weight: Any = None) -> Any:
+    def __call__(self, described: Any, where: str, slot: Any = None) -> Any:
         """Return the described value."""
         if not isinstance(described, Mapping):
             return described
         if "tensor" in described:
-            return self._tensor(described, where, weight)
+            return self._tensor(described, where, slot)
         if "slice" in described:
             return self._weight_slice(described)
         [(kind, items)] = described.items()
@@ -137,34 +132,39 @@ class Decoder:
             dtype, value = items
             return np.dtype(dtype).type(value)
         if kind == "dict":
-            return {key: self(item, f"{where}/{key}", weight) for key, item in items}
-        values = [self(item, f"{where}/{n}", weight) for n, item in enumerate(items)]
+            return {key: self(item, f"{where}/{key}", slot) for key, item in items}
+        values = [self(item, f"{where}/{n}", slot) for n, item in enumerate(items)]
         return tuple(values) if kind == "tuple" else values
 
-    def _tensor(self, described: Mapping[str, Any], where: str, weight: Any) -> Tensor:
+    def fill(self, described: Mapping[str, Any], slot: Any, tensor: Tensor) -> Tensor:
+        """Read a weight's part of a state like it."""
+        shard, name = slot.part(tensor), described["like_weight"]
+        if [*shard.shape] != described["shape"]:
+            raise self.reader.mismatch(name)
+        self.reader.fill(name, shard)
+        return tensor
+
+    def _tensor(self, described: Mapping[str, Any], where: str, slot: Any) -> Tensor:
         dtype, shape = dtype_named(described["tensor"]), described["shape"]
         if "like_weight" in described:
-            if shape != [*weight.shape]:
-                raise self.reader.mismatch(described["like_weight"])
-            layout = torch.contiguous_format
-            tensor = torch.empty_like(
-                weight, dtype=dtype, requires_grad=False, memory_format=layout
+            tensor = torch.zeros_like(
+                slot.tensor,
+                dtype=dtype,
+                requires_grad=False,
+                memory_format=torch.contiguous_format,
             )
-            return self._filled(described["like_weight"], tensor)
-        if weight is not None and shape and not self.same_sharding:
+            return self.fill(described, slot, tensor)
+        if slot is not None and shape and not self.same_sharding:
             raise CheckpointError(
-                f"{self.reader.folder}: {self.owner}'s {where} has another shape than its weight "
+                f"{self.reader.folder}: {where} has another shape than its weight "
                 f"and cannot be divided otherwise exactly: {RESUME_ALIKE}"
             )
-        device = self.device if weight is None else weight.device
+        device = self.device if slot is None else slot.tensor.device
         device = torch.device("cpu") if described.get("host") else device
         if "values" in described:
             return torch.tensor(described["values"], dtype=dtype, device=device).reshape(shape)
-        return self._filled(described["whole"], torch.empty(shape, dtype=dtype, device=device))
-
-    def _filled(self, name: str, tensor: Tensor) -> Tensor:
-        if math.prod(tensor.shape):
-            self.reader.fill(name, shard_of(tensor))
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.reader.fill(described["whole"], shard_of(tensor))
         return tensor
 
     def _weight_slice(self, described: Mapping[str, Any]) -> WeightSlice:

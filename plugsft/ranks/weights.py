@@ -127,6 +127,10 @@ class ZeroWeights(Weights):
         size = max(0, min(padded.numel(), parameter.ds_numel - start))
         return TensorShard(padded[:size], start, tuple(parameter.ds_shape))
 
+    def range_in(self, parameter: Any, offset: int, joined: Tensor) -> TensorShard:
+        """Return this rank's shard of a parameter in a tensor of many, where it begins."""
+        return self.range_of(parameter, joined.narrow(0, offset, parameter.ds_tensor.ds_numel))
+
     def local(self, parameter: Any) -> Tensor:
         """Return this rank's numbers of a parameter; a view where possible."""
         return self.shard(parameter).values
