@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, so that resuming needs no state.
 
-They have the names, options and values of those of transformers. Importing these takes a second,
-because they come with its trainer and with peft.
+They have the names, options and values of those of transformers. Importing these takes two seconds,
+because they come with its trainer and with peft, and torch, without which a recipe is checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Factor = Callable[[int], float]
 """Step, counted from 0 -> share of the peak learning rate."""
-Curve = Callable[[float], float]
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
@@ -86,7 +85,7 @@ class Steps(NamedTuple):
 
     def progress(self, step: int) -> float:
         """Return the share of the steps after the warm-up that is done."""
-        return (step - self.warmup) / max(1, self.total - self.warmup)
+        return (step - self.warmup) / (self.total - self.warmup)
 
 
 def check_schedule(train: Train) -> None:
@@ -120,7 +119,7 @@ def schedule_factor(train: Train, total: int) -> Factor:
     steps = Steps(total, warmup_steps(train, total), train.learning_rate)
     schedule, options = SCHEDULES[train.schedule], train.schedule_options
     try:
-        return validate_call(schedule)(steps, **options)
+        curve = validate_call(schedule)(steps, **options)
     except ValidationError as error:
         names = list(inspect.signature(schedule).parameters)[1:]
         raise RecipeError(
@@ -130,12 +129,15 @@ def schedule_factor(train: Train, total: int) -> Factor:
         raise RecipeError(
             f"train.schedule_options: given {options}; the schedule '{train.schedule}' {error}"
         ) from error
+    # The first has no warm-up, and that of the second has options.
+    if train.schedule in ("constant", "warmup_stable_decay"):
+        return curve
+    return lambda step: step / steps.warmup if step < steps.warmup else curve(step)
 
 
-def _explain(schedule: str, names: list[str], error: dict[str, object]) -> str:
+def _explain(schedule: str, names: list[str], error: dict[str, Any]) -> str:
     """Say what is wrong with an option of a schedule."""
-    location = error["loc"]
-    option = str(location[-1] if isinstance(location, tuple) else location)
+    option = str(error["loc"][-1])
     where = f"train.schedule_options.{option}: the schedule '{schedule}'"
     if error["type"] == "missing_keyword_only_argument":
         return f"{where} needs it"
@@ -144,35 +146,32 @@ def _explain(schedule: str, names: list[str], error: dict[str, object]) -> str:
     return f"{where}: given {error['input']!r}; {error['msg']}"
 
 
+# The curves, from the end of the warm-up on.
+
+
+def _cosine(share: float, cycles: float) -> float:
+    """Return a cosine that starts at 1 and is 0 after half a cycle."""
+    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * share))
+
+
 def constant(steps: Steps) -> Factor:
     """Stay at the peak."""
     return lambda step: 1.0
 
 
-def constant_with_warmup(steps: Steps) -> Factor:
-    """Stay at the peak after the warm-up."""
-    return _after_warmup(steps, lambda step: 1.0)
-
-
 def linear(steps: Steps) -> Factor:
     """Fall to 0 on a line."""
-    length = max(1, steps.total - steps.warmup)
-    return _after_warmup(steps, lambda step: max(0.0, (steps.total - step) / length))
+    return lambda step: (steps.total - step) / (steps.total - steps.warmup)
 
 
 def cosine(steps: Steps, *, num_cycles: float = 0.5) -> Factor:
     """Fall to 0 on half a cosine."""
-    return _after_warmup(steps, lambda step: max(0.0, _cosine(steps.progress(step), num_cycles)))
+    return lambda step: _cosine(steps.progress(step), num_cycles)
 
 
 def cosine_with_restarts(steps: Steps, *, num_cycles: PositiveInt = 1) -> Factor:
     """Fall to 0 on half a cosine, several times."""
-
-    def decay(step: int) -> float:
-        progress = steps.progress(step)
-        return 0.0 if progress >= 1 else _cosine((num_cycles * progress) % 1.0, 0.5)
-
-    return _after_warmup(steps, decay)
+    return lambda step: _cosine((num_cycles * steps.progress(step)) % 1.0, 0.5)
 
 
 def cosine_with_min_lr(
@@ -183,34 +182,36 @@ def cosine_with_min_lr(
     min_lr_rate: NonNegativeFloat | None = None,
 ) -> Factor:
     """Fall to a smallest learning rate, or to a share of the peak, on half a cosine."""
-    if (min_lr is None) == (min_lr_rate is None):
-        raise ValueError("needs either min_lr or min_lr_rate")
-    if min_lr and not steps.peak:
-        raise ValueError("needs min_lr_rate where train.learning_rate is 0")
+    if (min_lr is None) == (min_lr_rate is None) or (min_lr and not steps.peak):
+        raise ValueError("needs either min_lr or min_lr_rate (where learning_rate is 0, the rate)")
     floor = min_lr_rate or (min_lr / steps.peak if min_lr else 0.0)
-
-    def decay(step: int) -> float:
-        return max(0.0, _cosine(steps.progress(step), num_cycles) * (1 - floor) + floor)
-
-    return _after_warmup(steps, decay)
+    return lambda step: _cosine(steps.progress(step), num_cycles) * (1 - floor) + floor
 
 
 def polynomial(steps: Steps, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> Factor:
     """Fall to `lr_end` as a power of the steps that are left."""
-    if steps.peak <= lr_end:
+    peak = steps.peak
+    if peak <= lr_end:
         raise ValueError(f"needs lr_end < train.learning_rate; lr_end is {lr_end:g}")
-
-    def decay(step: int) -> float:
-        left = max(0.0, 1 - steps.progress(step))
-        return float(((steps.peak - lr_end) * left**power + lr_end) / steps.peak)
-
-    return _after_warmup(steps, decay)
+    return lambda step: ((peak - lr_end) * (1 - steps.progress(step)) ** power + lr_end) / peak
 
 
 def inverse_sqrt(steps: Steps, *, timescale: PositiveInt | None = None) -> Factor:
     """Fall with the root of the step."""
     scale = timescale or steps.warmup or 10_000
-    return _after_warmup(steps, lambda step: 1 / math.sqrt((step + scale - steps.warmup) / scale))
+    return lambda step: 1 / math.sqrt((step + scale - steps.warmup) / scale)
+
+
+RISES: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: share,
+    "cosine": lambda share: 0.5 * (1.0 - math.cos(math.pi * share)),
+    "1-sqrt": lambda share: 1.0 - math.sqrt(1.0 - share),
+}
+FALLS: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda share, cycles: 1.0 - share,
+    "cosine": _cosine,
+    "1-sqrt": lambda share, cycles: 1.0 - math.sqrt(share),
+}
 
 
 def warmup_stable_decay(
@@ -224,56 +225,31 @@ def warmup_stable_decay(
     num_cycles: float = 0.5,
 ) -> Factor:
     """Rise, stay at the peak, and fall in the last `num_decay_steps`."""
-    stable = num_stable_steps
-    if stable is None:
-        stable = steps.total - steps.warmup - num_decay_steps
-    decay_from = steps.warmup + stable
-    rises: dict[str, Curve] = {
-        "linear": lambda share: share,
-        "cosine": lambda share: 0.5 * (1.0 - math.cos(math.pi * share)),
-        "1-sqrt": lambda share: 1.0 - math.sqrt(1.0 - share),
-    }
-    falls: dict[str, Curve] = {
-        "linear": lambda share: 1.0 - share,
-        "cosine": lambda share: _cosine(share, num_cycles),
-        "1-sqrt": lambda share: 1.0 - math.sqrt(share),
-    }
+    fall = steps.total - num_decay_steps
+    if num_stable_steps is not None:
+        fall = steps.warmup + num_stable_steps
 
     def factor(step: int) -> float:
-        if steps.warmup <= step < decay_from:
-            return 1.0
-        if step >= decay_from + num_decay_steps:
-            return min_lr_ratio
+        share = 0.0
         if step < steps.warmup:
-            share = rises[warmup_type](step / max(1, steps.warmup))
-        else:
-            share = falls[decay_type]((step - decay_from) / max(1, num_decay_steps))
-        return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
+            share = RISES[warmup_type](step / steps.warmup)
+        elif step < fall:
+            return 1.0
+        elif step < fall + num_decay_steps:
+            share = FALLS[decay_type]((step - fall) / num_decay_steps, num_cycles)
+        return share * (1.0 - min_lr_ratio) + min_lr_ratio
 
     return factor
 
 
 SCHEDULES: dict[str, Callable[..., Factor]] = {
-    schedule.__name__: schedule
-    for schedule in (
-        constant,
-        constant_with_warmup,
-        linear,
-        cosine,
-        cosine_with_restarts,
-        cosine_with_min_lr,
-        polynomial,
-        inverse_sqrt,
-        warmup_stable_decay,
-    )
+    "constant": constant,
+    "constant_with_warmup": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "cosine_with_restarts": cosine_with_restarts,
+    "cosine_with_min_lr": cosine_with_min_lr,
+    "polynomial": polynomial,
+    "inverse_sqrt": inverse_sqrt,
+    "warmup_stable_decay": warmup_stable_decay,
 }
-
-
-def _after_warmup(steps: Steps, decay: Factor) -> Factor:
-    """Rise on a line over the warm-up's steps, then decay."""
-    return lambda step: step / max(1, steps.warmup) if step < steps.warmup else decay(step)
-
-
-def _cosine(progress: float, cycles: float) -> float:
-    """Return a cosine that starts at 1 and is 0 after half a cycle."""
-    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
