@@ -88,6 +88,26 @@ def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_pa
     assert all(damage(copy) is None for copy in copies)
 
 
+@pytest.mark.parametrize("manifest", ["", "{"])
+def test_a_checkpoint_without_a_manifest_gives_way_to_the_one_before(tiny, tmp_path, manifest):
+    recipe, folder = tiny(checkpoint={"every": 1, "keep": 3}), tmp_path / "run/checkpoints"
+    assert run_plugsft(recipe, "train.steps=3").returncode == 0
+    shutil.rmtree(tmp_path / "run/model")
+    last = folder / "step-000003"
+    (last / MANIFEST).unlink()
+    if manifest:
+        (last / MANIFEST).write_text(manifest)
+    (last / "notes.txt").touch()
+    refused = run_plugsft(recipe, "train.steps=3", "--resume")
+    assert refused.returncode == 2 and "notes.txt was not written by plugsft" in refused.stderr
+    (last / "notes.txt").unlink()
+    result = run_plugsft(recipe, "train.steps=3", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "step-000003: the checkpoint is damaged: its manifest cannot be read" in result.stdout
+    assert "going on after step 2" in result.stdout
+    assert [damage(path) for path in list_checkpoints(folder)] == [None] * 3
+
+
 @contextmanager
 def busy(folder):
     """Make a folder one that cannot be renamed: EBUSY."""

@@ -33,6 +33,8 @@ WRITE_ERRORS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
 """The system's error number in the text of an error, from Rust and from shutil."""
 STEP = re.compile(r"step-([0-9]+)")
+OF_CHECKPOINTS = re.compile(r"rank-[0-9]+-[0-9]+\.safetensors|state\.json|manifest\.json")
+"""Files of a checkpoint, which are plugsft's also where its manifest is lost."""
 
 
 def _host_id() -> str:
@@ -214,10 +216,12 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    try:
+    stamps: dict[Path, Stamp] = {}
+    with suppress(ValueError):
         stamps = read_manifest(folder)
-    except ValueError:
-        return files
+    if not stamps:
+        known = OF_CHECKPOINTS if parse_step(folder) is not None else re.compile("")
+        return [path for path in files if not known.fullmatch(path.name)]
     return [
         path
         for path in files
@@ -332,7 +336,6 @@ def parse_step(path: Path) -> int | None:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the published checkpoints of a run, in the order of their steps."""
-    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*")]
-    numbered = [(step, path) for step, path in steps if step is not None and is_published(path)]
-    return [path for _, path in sorted(numbered)]
+    """Return the checkpoints of a run, in the order of their steps; each may be damaged."""
+    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*/")]
+    return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
