@@ -102,11 +102,6 @@ def test_outside_of_a_clone_the_files_of_the_wheel_are_used(launch, tmp_path, mo
         ("--host a", "--host a: give the number of machines too: --nodes 2"),
         ("--strategy fsdp", "--strategy: 'fsdp'; did you mean 'fsdp2'?"),
         ("--ranks 9999", "--ranks=9999: on the CPU of this machine, give at most"),
-        ("train.keep_whole_gradients=true", "train.keep_whole_gradients is for fsdp2; remove it"),
-        (
-            "--strategy fsdp2 plugins.quantize.kind=nf4 plugins.lora={}",
-            "--strategy fsdp2: [plugins.quantize] stores weights that cannot be sharded; use",
-        ),
         ("--resume --overwrite", "--resume needs what --overwrite removes"),
         ("train.batch_sise=2", "did you mean 'batch_size'?"),
     ],

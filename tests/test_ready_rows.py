@@ -33,9 +33,7 @@ from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.sample import sample_rows
-from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
-from plugsft.start.before_run import check_first_row
 
 
 @pytest.fixture(scope="module")
@@ -310,11 +308,6 @@ def test_check_and_inspect_show_ready_rows(tmp_path, base, capsys):
     assert "user" in shown  # decoded
     with opened_rows(*resolve(tables)) as (work, sources):
         assert sample_rows(work, sources, 0, 3, 5).tokens.rows.tolist() == [3, 4]
-
-
-def test_a_jsonl_file_of_tokens_passes_the_first_look(tmp_path, base):
-    source = write_jsonl(tmp_path / "rows.jsonl", rows_of(base[1]))
-    check_first_row(Source(source=str(source)), Data(source=str(source)))
 
 
 def test_plugins_of_the_data_work_on_ready_rows(tmp_path, base, monkeypatch):

@@ -22,11 +22,11 @@ import psutil
 from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
+from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from ..registry.load import resolve
-from ..start.before_run import check_inputs
 from ..start.launch import on_cpu
 from ..start.train import Resume, train_recipe
 from .recipes import Source
@@ -50,7 +50,7 @@ def train_on_ranks(
         )
     if ranks < 1:
         raise LaunchError(f"ranks={ranks}: give 1 or more")
-    check_inputs(recipe, active, source.path)
+    ensure_inputs(recipe, source.path)
     layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)

@@ -1,6 +1,5 @@
 """Choose the ranks of `plugsft launch`, from its options and from Slurm, and start them."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from ..base.console import format_count, say
 from ..base.errors import LaunchError, choices
 from ..base.launch_files import STRATEGIES, Layout, launch_file
-from ..base.machine import SWITCHES, child_environment, env_number
+from ..base.machine import SWITCHES, child_environment, env_number, not_installed
 from ..recipe.tables import Recipe
 
 PORT = 29500
@@ -50,11 +49,6 @@ class Slurm:
     gpus: int
     """GPUs of this machine; 0 if Slurm names none."""
 
-    def __str__(self) -> str:
-        gpus = f", {format_count(self.gpus, 'GPU')} each" if self.gpus else ""
-        machines = format_count(self.nodes, "machine")
-        return f"Slurm job {self.job}: this step has {machines}{gpus}; the first is {self.host}"
-
 
 def is_rank() -> bool:
     """Tell whether torchrun, or another launcher, has started this process as a rank."""
@@ -85,7 +79,7 @@ def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn
         say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
         _execute(["accelerate", "launch", "-m", "plugsft", *words])
     layout = layout_of(recipe, options, slurm)
-    ensure_possible(recipe, layout)
+    ensure_no_other_strategy(layout.strategy)
     if layout.nodes > 1:
         say(
             f"launch: machine {layout.node} of {layout.nodes}, numbered from 0; machine 0 is "
@@ -109,7 +103,8 @@ def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
         say(f"launch: {format_count(ranks, 'rank')}, {where}; --ranks changes that")
     layout = Layout(ranks, strategy, on_cpu(recipe, ranks, "--ranks"))
     if slurm and (options.nodes, options.node, options.host) == (None, None, None):
-        say(f"launch: {slurm}")
+        machines = format_count(slurm.nodes, "machine")
+        say(f"launch: Slurm job {slurm.job}: this step has {machines}; the first is {slurm.host}")
         # Two jobs may run on one machine.
         port = options.port or 20_000 + slurm.job % 10_000
         return replace(layout, nodes=slurm.nodes, node=slurm.node, host=slurm.host, port=port)
@@ -144,8 +139,8 @@ def ensure_strategy(strategy: str) -> None:
     if strategy not in STRATEGIES:
         hint = choices(strategy, STRATEGIES, "choose one of")
         raise LaunchError(f"--strategy: '{strategy}'{hint}")
-    if strategy == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        raise LaunchError("--strategy zero3: needs DeepSpeed: pip install 'plugsft[deepspeed]'")
+    if strategy == "zero3" and (missing := not_installed("deepspeed", "deepspeed")):
+        raise LaunchError(f"--strategy zero3: {missing}")
 
 
 def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
@@ -159,28 +154,13 @@ def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
     return False
 
 
-def ensure_possible(recipe: Recipe, layout: Layout) -> None:
-    """Refuse a strategy that the recipe contradicts."""
-    if recipe.train.keep_whole_gradients and layout.strategy != "fsdp2":
-        raise LaunchError(
-            f"--strategy {layout.strategy}: train.keep_whole_gradients is for fsdp2; remove it"
-        )
+def ensure_no_other_strategy(strategy: str) -> None:
+    """Refuse a strategy that another launch left in the environment: accelerate would take it."""
     for other, name in SWITCHES.items():
-        if other != layout.strategy and os.environ.get(name, "").lower() in ("1", "true"):
+        if other != strategy and os.environ.get(name, "").lower() in ("1", "true"):
             raise LaunchError(
-                f"--strategy {layout.strategy}: the environment has {name}={os.environ[name]}, "
-                f"which means {other}: unset {name}, or give --strategy {other}"
-            )
-    if layout.strategy in SWITCHES:
-        if layout.cpu and torch.cuda.is_available():
-            raise LaunchError(
-                f'--strategy {layout.strategy}: device = "cpu" on a machine with GPUs is for ddp; '
-                'hide them: CUDA_VISIBLE_DEVICES=""'
-            )
-        if quantized := recipe.provides("quantized_base"):
-            raise LaunchError(
-                f"--strategy {layout.strategy}: {quantized.table} stores weights that cannot be "
-                "sharded; use --strategy ddp"
+                f"--strategy {strategy}: the environment has {name}={os.environ[name]}, which "
+                f"means {other}: unset {name}, or give --strategy {other}"
             )
 
 

@@ -40,15 +40,16 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from .before_run import check_inputs, output_folder
+    from ..output.folder import ensure_inputs
+    from .before_run import output_folder
 
-    check_inputs(recipe, active, path)
+    ensure_inputs(recipe, path)
     start.ensure_possible()
     machine = look()
     with output_folder(recipe, active, machine, start) as checkpoints:
         if checkpoints is None:
             return
-        # What is wrong with recipe, inputs or output is reported before torch is imported.
+        # Wrong paths, and an output that holds results, are refused before torch is imported.
         from .. import loop, run
         from ..output.disk_space import ensure_room
         from ..ranks.agree import ending_together
