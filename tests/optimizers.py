@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 class ScheduleFree(Optimizer):
     """Averages the weights; its counters and sums are values of the parameter groups."""
 
+    elementwise = True  # with one group
+
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), warmup=2):
         counters = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True, "note": None}
         super().__init__(params, {"lr": lr, "betas": betas, "warmup": warmup, **counters})

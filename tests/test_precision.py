@@ -187,23 +187,21 @@ def test_weights_of_float16_are_refused(tiny):
     assert result.returncode == 2 and "model.weights: given 'float16'" in result.stderr
 
 
-def test_a_deepspeed_file_that_wants_other_numbers_is_refused():
-    ensure_same_dtypes({"bf16": {"enabled": "auto"}, "fp16": {}}, "bf16")
-    ensure_same_dtypes({"bf16": {"enabled": True}}, "bf16")
-    for config_, numbers in (
-        ({"fp16": {"enabled": True}}, "no"),
-        ({"bf16": {"enabled": False}}, "bf16"),
-    ):
-        with pytest.raises(LaunchError, match=r"enabled = .* wants"):
-            ensure_same_dtypes(config_, numbers)
-    ensure_same_dtypes({"communication_data_type": "fp32", "data_types": {}}, "bf16")
-    for lossy in (
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"fp16": {"enabled": True}},
+        {"bf16": {"enabled": False}},
         {"communication_data_type": "bf16"},
         {"data_types": {"grad_accum_dtype": "bf16"}},
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    ):
-        with pytest.raises(LaunchError, match="updates weights in float32; leave it out"):
-            ensure_same_dtypes(lossy, "bf16")
+    ],
+)
+def test_a_deepspeed_file_that_chooses_number_types_is_refused(chosen):
+    ensure_same_dtypes({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16")
+    ensure_same_dtypes({"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}, "no")
+    [name] = chosen
+    with pytest.raises(LaunchError, match=f'follow from the recipe .* remove "{name}"'):
+        ensure_same_dtypes(chosen, "bf16")
 
 
 def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):

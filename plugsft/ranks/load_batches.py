@@ -218,9 +218,17 @@ def explain_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        where = f"{phase}step {batch.step}, rank {batch.rank}"
-        what = _describe_micro_batch(batch, len(losses))
-        raise TrainError(f"{where}: out of memory in {what}. {_cures(recipe)}") from error
+        size, _ = recipe.micro_batch_size()
+        cures = [
+            f"a smaller {size}",
+            f"a smaller data.max_length (now {recipe.data.max_length:,})",
+            *_missing(recipe, SAVERS),
+        ]
+        raise TrainError(
+            f"{phase}step {batch.step}, rank {batch.rank}: out of memory in "
+            f"{_describe_micro_batch(batch, len(losses))}. It needs less with {'; '.join(cures)}; "
+            f"{SHARD}. None changes the batch size"
+        ) from error
 
 
 @contextmanager
@@ -231,11 +239,11 @@ def explain_out_of_memory_in_loading(recipe: Recipe, rank: int) -> Iterator[None
     except Exception as error:
         if not out_of_memory(error):
             raise
-        name = recipe.model.path or "[model.scratch]"
         cures = [SHARD, *_missing(recipe, ["adapters"])]
         raise TrainError(
-            f"model: out of memory while {name} was loaded on rank {rank}. It needs less with "
-            f"{'; '.join(cures)}; `plugsft plan` says what each rank holds"
+            f"model: out of memory while {recipe.model.path or '[model.scratch]'} was loaded on "
+            f"rank {rank}. It needs less with {'; '.join(cures)}; `plugsft plan` says what each "
+            "rank holds"
         ) from error
 
 
@@ -250,15 +258,8 @@ def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
     )
 
 
-def _cures(recipe: Recipe) -> str:
-    size, _ = recipe.micro_batch_size()
-    cures = [f"a smaller {size}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
-    cures += [*_missing(recipe, SAVERS), SHARD]
-    return f"It needs less with {'; '.join(cures)}. None changes the batch size"
-
-
 def _missing(recipe: Recipe, savers: Iterable[str]) -> list[str]:
-    """Return the plugins to add for capabilities that the recipe lacks."""
+    """Name the plugins to add for capabilities that the recipe lacks."""
     return [
         f"{Capability.bundled(name).table} ({SAVERS[name]})"
         for name in savers

@@ -106,26 +106,20 @@ def half_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 
 def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
-    """Refuse a DeepSpeed file with other number types than the recipe."""
-    for name, wanted in (("fp16", False), ("bf16", mixed_precision == "bf16")):
-        value = config.get(name, {}).get("enabled", "auto")
-        if value != "auto" and bool(value) != wanted:
-            raise LaunchError(
-                f"the DeepSpeed file sets {name}.enabled = {str(value).lower()}, and the recipe's "
-                f"model.dtype with the launcher's mixed_precision wants {str(wanted).lower()}; "
-                'leave it out, or set it to "auto"'
-            )
-    half = config.get("bf16", {})
-    sums = {
-        "data_types.grad_accum_dtype": config.get("data_types", {}).get("grad_accum_dtype"),
-        "communication_data_type": config.get("communication_data_type"),
-        **{f"bf16.{name}": half.get(name) for name in half if name.startswith("bf16_")},
+    """Refuse a DeepSpeed file that chooses number types, which follow from the recipe."""
+    half = {"enabled": mixed_precision == "bf16"}
+    # accelerate adds "bf16" and "fp16" itself, and on AMD's GPUs the last one.
+    allowed = {
+        "fp16": ({"enabled": "auto"}, {"enabled": False}),
+        "bf16": ({"enabled": "auto"}, half),
+        "data_types": (),
+        "communication_data_type": ("fp32",),
     }
-    for name, value in sums.items():
-        if value not in (None, False, "fp32"):
+    for name, values in allowed.items():
+        if config.get(name) and config[name] not in values:
             raise LaunchError(
-                f"the DeepSpeed file sets {name} = {str(value).lower()}, but plugsft accumulates "
-                "gradients and updates weights in float32; leave it out"
+                f"the DeepSpeed file sets {name} = {config[name]}, and number types follow from "
+                f'the recipe (model.dtype, model.weights): remove "{name}"'
             )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from torch.nn import Module
 
 from ..base.checksums import digest
 from ..model.load import Load
@@ -26,8 +25,6 @@ PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "
 MODEL_FILES = "the model's files"
 SAMPLES, SAMPLE = 32, 4096
 """Samples of each weight file that are compared, and the bytes of each sample."""
-TENSORS, NUMBERS = 64, 16
-"""Tensors in memory that are compared, and the numbers of each."""
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, str]:
@@ -38,13 +35,15 @@ def recipe_facts(recipe: Recipe) -> dict[str, str]:
 
 
 def model_facts(model: Any, load: Load) -> dict[str, str]:
-    """Describe the model of this rank, before it is sharded: samples of its files and weights."""
+    """Describe the model of this rank by its configuration and samples of its files.
+
+    Weights in memory follow from these, from the seed and from the plugins, compared before.
+    """
     config = {name: repr(value) for name, value in model.config.to_dict().items()}
     files = sorted({*find_weight_files(load.path, load.kwargs.get("revision")).values()})
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
         MODEL_FILES: digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],
-        "the model's weights": _weights(model),
     }
 
 
@@ -56,18 +55,3 @@ def _sampled(file: Path) -> str:
             opened.seek(size * sample // SAMPLES)
             checksum.update(opened.read(SAMPLE))
     return f"{size} {checksum.hexdigest()}"
-
-
-def _weights(model: Module) -> str:
-    """Return a checksum of samples of the unsharded weights."""
-    checksum = xxhash.xxh3_64()
-    named = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        # Under ZeRO-3 each rank has its own shard.
-        if not parameter.is_meta and not hasattr(parameter, "ds_id")
-    ]
-    for name, parameter in named[:: max(1, len(named) // TENSORS)]:
-        sample = parameter.detach().flatten()[:NUMBERS].float().cpu().numpy()
-        checksum.update(name.encode() + sample.tobytes())
-    return checksum.hexdigest()[:8]

@@ -56,8 +56,7 @@ def shard_model(
                 for name, parameter in weights.parameters().items():
                     if name in names:
                         weights.fill(parameter, partial(files.fill, names[name]))
-        flat_tensors = len(zero.optimizer.fp32_partitioned_groups_flat)
-        ensure_suits_zero3(zero.optimizer.optimizer, model, flat_tensors)
+        ensure_suits_zero3(zero.optimizer.optimizer)
         return engine, zero
     if accelerator.is_fsdp2:
         _shard_by_rows(model, accelerator, names, load)

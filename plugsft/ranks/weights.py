@@ -88,8 +88,6 @@ class Weights:
         for name, values in shards.items():
             if name not in named:
                 raise PluginError(f"'{name}' is no trained weight of the model")
-            if not isinstance(values, Tensor):
-                raise PluginError(f"{name}: a part is a tensor, not {short(values)}")
             if values.shape != (shape := self.local(named[name]).shape):
                 raise PluginError(
                     f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
