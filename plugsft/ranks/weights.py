@@ -17,7 +17,6 @@ from torch.nn import Module
 
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
-from ..recipe.tables import short
 
 
 class Weights:
