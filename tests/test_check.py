@@ -20,10 +20,10 @@ from transformers import (
     Phi3Config,
 )
 
-from plugsft.audit import check_recipe as preflight
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import recipes as command
 from plugsft.model.config import ensure_plain_loss
+from plugsft.output import disk_space
 from plugsft.output.disk_space import parameters
 from plugsft.recipe.tables import Scratch
 
@@ -328,12 +328,12 @@ def test_a_run_in_the_output_is_warned_of(tiny, tmp_path, check):
 
 
 def test_a_full_disk_is_a_problem(tiny, tmp_path, monkeypatch, check):
-    monkeypatch.setattr(preflight, "free_disk", lambda folder: 100_000)
+    monkeypatch.setattr(disk_space, "free_disk", lambda folder: 100_000)
     [problem] = check(tiny()).problems
     assert "97.7 KiB free" in problem and "checkpoint.keep" in problem
     activate(install(tmp_path, strict=STRICT), monkeypatch)
     found = check(tiny(plugins={"strict": {}}))
-    assert not found.problems and any("97.7 KiB" in line for line in found.warn)
+    assert not found.problems and any("97.7 KiB" in line for line in found.ok)
 
 
 def test_the_forecast_size_of_a_new_model_is_exact():

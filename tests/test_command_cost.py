@@ -102,7 +102,7 @@ def files_of_a_new_user(folder):
 
 REFUSED = [
     (["output={place}/finished"], "/finished holds a finished run: start again with"),
-    (["output={place}/foreign"], "notes.txt was not written by plugsft"),
+    (["output={place}/foreign"], "notes.txt: not written by plugsft"),
     (["output={place}/other"], "holds checkpoints up to step-000002"),
     (["output={place}/other", "--resume"], "belongs to another recipe"),
     (["--resume"], "there is no checkpoint in"),

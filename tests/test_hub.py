@@ -120,7 +120,7 @@ def check_card(text, name):
         "A model, trained from random weights with plugsft",
         "| `data.jsonl` | 20 | 1.0 |",
         "| steps | 4 of 4, 1.33 epochs |",
-        "| evaluation loss | ",
+        "| eval loss | ",
         "- `bfd_packing`: ",
         'source = "data.jsonl"',
         "| hardware | 1 x cpu, ",

@@ -14,6 +14,7 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands import overview
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
+from plugsft.output.folder import lock_output
 from plugsft.output.record import Record
 from plugsft.output.results import show_run
 from plugsft.registry.contracts import SPECS, is_stage
@@ -135,7 +136,7 @@ def test_a_run_is_shown(tiny, tmp_path, capsys):
     shown = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     run = read_record(tmp_path / "run")
     assert shown["status"] == "completed"
-    assert shown["steps"] == "2 of 2, 3 an epoch"
+    assert shown["steps"] == "2 of 2, 0.67 epochs"
     assert shown["loss"] == f"{run['final']['loss']:.4f}"
     assert shown["report"] == str(tmp_path / "run/report.html")
     assert "24 examples" in shown["data"]
@@ -156,6 +157,19 @@ def test_a_folder_without_a_run_says_so(tmp_path, text):
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(RecipeError, match=r"run\.json"):
         show_run(tmp_path)
+
+
+def test_a_misspelt_run_gets_a_hint(tmp_path):
+    (tmp_path / "quickstart").mkdir()
+    result = run_plugsft("show", tmp_path / "quickstar")
+    assert result.returncode == 2
+    assert "quickstar: no such folder; did you mean 'quickstart'?; name a run's" in result.stderr
+
+
+def test_a_run_that_prepares_its_data_says_so(tiny):
+    recipe, _ = load(tiny())
+    with lock_output(recipe), pytest.raises(RecipeError, match="its run prepares its data"):
+        show_run(recipe.folder)
 
 
 def problems(schema, tables):

@@ -1,6 +1,7 @@
 """The output folder and the recipe's paths: nothing that was there is lost."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -185,6 +186,15 @@ def test_a_finished_run_says_so_when_resumed_and_keeps_its_record(finished, tmp_
     assert content(run) == before
 
 
+def test_a_finished_run_without_its_recipe_is_refused_with_the_cure(finished, tmp_path):
+    recipe, run = finished
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "recipe.toml").unlink()
+    result = run_plugsft(recipe, f"output={copy}", "--resume")
+    assert result.returncode == 2
+    assert f"{copy}/recipe.toml: is missing" in result.stderr and "--overwrite" in result.stderr
+
+
 def test_a_resolved_recipe_resumes_what_the_written_one_began(finished, tmp_path):
     _, run = finished
     tables = tiny_tables(tmp_path) | {"output": "run", "model": {"path": "base"}}
@@ -290,7 +300,7 @@ def test_show_distinguishes_a_running_run_from_a_killed_one(tiny, tmp_path):
     while len(list(run.glob("checkpoints/step-*"))) < 2:
         time.sleep(0.02)
     shown = run_plugsft("show", run).stdout
-    assert "status   running\n" in shown
+    assert "status    running\n" in shown
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     shown = dict(line.split(maxsplit=1) for line in run_plugsft("show", run).stdout.splitlines())

@@ -272,29 +272,27 @@ def test_the_umask_decides_who_reads_a_model_and_its_checkpoints(made):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "place"),
+    ("name", "old", "new", "is_refused"),
     [
-        ("run.json", '"format": 1', '"format"; 1', "Expecting ':' delimiter: line 2 column"),
-        ("recipe.toml", "[data]", "[data}", "(at line "),
-        ("metrics.jsonl", '{"step": 1', '{"stap": 1', ""),
+        ("run.json", '"format": 1', '"format"; 1', True),
+        ("recipe.toml", "[data]", "[data}", True),
+        ("metrics.jsonl", '{"step": 1', '{"stap": 1', False),
     ],
 )
-def test_a_damaged_record_is_named_with_its_place_and_written_again(
-    made, run, name, old, new, place
-):
+def test_a_damaged_record_is_named_and_written_again(made, run, name, old, new, is_refused):
     shutil.rmtree(run / "model")  # it has not finished
     text = (run / name).read_text()
     assert text.count(old) == 1
     (run / name).write_text(text.replace(old, new))
     words = [made / "recipe.toml", f"output={run}", "--resume"]
-    if place:
+    if is_refused:
         error = refused(*words)
-        assert f"output: {run / name} (" in error and place in error and error.count(str(run)) == 1
+        assert f"output: {run / name}: not written by plugsft, or changed since" in error
         (run / name).rename(run / "kept")
     again = run_plugsft(*words)
     assert again.returncode == 0, again.stderr
     written = (run / name).read_text()
-    assert new not in written and (old in written) == bool(place)
+    assert new not in written and (old in written) == is_refused
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])

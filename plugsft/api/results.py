@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..audit.rows import Audit
     from ..audit.tokens import InspectedRow
+    from ..output.run_record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -144,21 +145,19 @@ class FinishedRun:
     @property
     def record(self) -> dict[str, Any]:
         """The content of run.json, as it is now."""
-        from ..output.folder import read_run
-
-        return read_run(self.folder).facts
+        return self._run.facts
 
     @property
     def status(self) -> str:
         """completed, stopped, failed, running, or killed."""
-        return str(self.record["status"])
+        return self._run.status
 
     @property
     def recipe(self) -> dict[str, Any]:
         """The recipe's tables, with all defaults."""
-        from ..recipe.read import read
+        from ..output.folder import read_recipe
 
-        return read(self.folder / "recipe.toml")
+        return read_recipe(self.folder)
 
     @property
     def report(self) -> Path:
@@ -241,6 +240,12 @@ class FinishedRun:
             speaker = open_speaker(folder, Answers())
             return speaker.model, speaker.tokenizer
 
+    @property
+    def _run(self) -> RunRecord:
+        from ..output.folder import read_run
+
+        return read_run(self.folder)
+
     def _figures(self) -> list[tuple[str, str]]:
         from ..output.results import summarize
 
@@ -249,9 +254,7 @@ class FinishedRun:
     def _table(self, name: str) -> DataFrame:
         import pandas
 
-        from ..output.folder import read_run
-
-        rows = [line for line in read_run(self.folder).metrics if name in line]
+        rows = [line for line in self._run.metrics if name in line]
         return pandas.DataFrame(rows, columns=None if rows else ["step", name])
 
     def __repr__(self) -> str:
@@ -259,7 +262,7 @@ class FinishedRun:
             figures = dict(self._figures())
         except PlugsftError:  # no run yet, or a damaged one
             return f"<run {self.folder}>"
-        names = [name for name in ("steps", "loss", "eval", "time") if name in figures]
+        names = [name for name in ("steps", "loss", "eval loss", "time") if name in figures]
         rest = "".join(f", {name} {figures[name]}" for name in names)
         return f"<run {self.folder}: {figures['status']}{rest}>"
 

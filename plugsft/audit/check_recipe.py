@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from ..base.console import format_count, format_size
+from ..base.console import format_count
 from ..base.errors import RecipeError, reason_of
-from ..base.machine import free_disk, look
+from ..base.machine import look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import small_data
@@ -20,13 +20,7 @@ from ..data.prepare import TOKEN_HOOKS
 from ..data.sample import EstimatedColumns
 from ..model.config import check_context
 from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
-from ..output.disk_space import (
-    TOKEN_BYTES,
-    may_train_few_weights,
-    parameters,
-    reclaimable_bytes,
-    required_bytes,
-)
+from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
 from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Train
@@ -99,7 +93,11 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
-        _disk(findings, recipe, active, tokens, steps)
+        every = recipe.checkpoint.interval(steps or 1)
+        written = -(-(steps or 1) // every) if every else 1
+        # The oldest checkpoint is removed once a new one is complete.
+        kept = min(written, recipe.checkpoint.keep + 1)
+        findings.ok("disk", ensure_room(recipe, active, True, kept, tokens))
     if findings.problems:
         raise RecipeError(findings.problems)
 
@@ -210,32 +208,6 @@ def _output(findings: Findings, recipe: Recipe) -> None:
         findings.warn("output", f"{recipe.output} holds {left}")
     else:
         findings.ok("output", recipe.output)
-
-
-def _disk(
-    findings: Findings, recipe: Recipe, active: Active, tokens: float, steps: int | None
-) -> None:
-    """Compare the space that the run needs with the free space."""
-    every = recipe.checkpoint.interval(steps or 1)
-    written = -(-(steps or 1) // every) if every else 1
-    # The oldest checkpoint is removed once a new one is complete.
-    need = required_bytes(recipe, min(written, recipe.checkpoint.keep + 1))
-    free = free_disk(recipe.folder.absolute()) + reclaimable_bytes(recipe)
-    if need is None:
-        findings.warn(
-            "disk", f"{format_size(free)} free; the model's size is known after its download"
-        )
-        return
-    need += round(tokens * TOKEN_BYTES)
-    text = f"about {format_size(need)} needed, {format_size(free)} free"
-    if need < free:
-        findings.ok("disk", text)
-        return
-    cure = "lower checkpoint.keep, or name another output"
-    if may_train_few_weights(active):
-        findings.warn("disk", f"{text}; a plugin may need less; {cure}")
-    else:
-        raise RecipeError(f"output: {text}; {cure}")
 
 
 def _describe(recipe: Recipe) -> str:

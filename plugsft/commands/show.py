@@ -16,9 +16,10 @@ def show(
     overrides: Overrides = None,
 ) -> None:
     """Show a recipe with all its defaults, or the results of a run."""
-    if place.is_dir() and overrides:
-        raise RecipeError(f"{overrides[0]}: {place} is a run's folder, whose results are fixed")
-    if place.is_dir():
+    # A recipe has an ending; a name without one is a run's, perhaps misspelt.
+    if place.is_dir() or not place.suffix:
+        if overrides:
+            raise RecipeError(f"{overrides[0]}: {place} is a run's folder, whose results are fixed")
         from ..output.results import show_run
 
         show_run(place)

@@ -30,7 +30,6 @@ from ..base.console import format_count, format_size, hide_queries, is_terminal,
 from ..base.errors import PlugsftError
 from ..base.limits import parse_toml, read_text
 from ..output.folder import ADAPTER, as_of, base_model, read_run
-from ..output.results import describe
 from ..output.run_record import RunRecord
 from ..recipe.capabilities import Capability
 from ..recipe.tables import HUB, is_hub_name
@@ -177,7 +176,7 @@ def sections(run: RunRecord, model: Path, place: str) -> Iterator[str]:
             for source in run.data.sources
         ]
         yield "\n".join(["## Data\n\n| source | examples | weight |\n|---|---|---|", *rows])
-        yield f"{run.data.rows:,} rows: {describe(run.data)}."
+        yield f"{run.data.rows:,} rows: {run.data}."
     yield "## Training\n\n" + table(dict(training(run)))
     plugins = [f"- `{one.name}`: {short(one.summary or 'active')}" for one in run.plugins]
     yield "## Plugins\n\n" + "\n".join(plugins) if plugins else ""
@@ -205,13 +204,10 @@ def usage(model: Path, place: str, adapters: bool) -> str:
 
 def training(run: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield the figures of the run."""
-    steps, machine, model = run.steps, run.machine, run.model
+    machine, model = run.machine, run.model
     if run.status != "completed":
         yield "status", run.status
-    epochs = steps.done / max(1, steps.per_epoch)
-    yield "steps", f"{steps.done:,} of {steps.total:,}, {epochs:.2f} epochs"
-    for _, name, text in run.figures:
-        yield name, text
+    yield from run.figures.items()
     yield "parameters", f"{model.parameters:,}, of them {model.trained_parameters:,} trained"
     yield "precision", short(run.precision or "-")
     device = ", ".join(dict.fromkeys(machine.gpus or [machine.device]))

@@ -17,37 +17,27 @@ TOKEN_BYTES = 4.2
 """Bytes of a token on disk: an int32, a bit of mask, and its share of an example's columns."""
 
 
-def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
-    """Refuse a disk without space for the first checkpoint and the model."""
-    free = free_disk(recipe.folder.absolute()) + (reclaimable_bytes(recipe) if overwrite else 0)
-    need = required_bytes(recipe, 1)
-    if need is not None and need > free and not may_train_few_weights(active):
-        raise RecipeError(
-            f"output: the first checkpoint and the model need about {format_size(need)}, and "
-            f"{format_size(free)} are free; free some, or give another folder (output=...)"
-        )
-
-
-def required_bytes(recipe: Recipe, checkpoints: int) -> int | None:
-    """Return the bytes of a run's model and checkpoints, if the model's size is known."""
-    model = recipe.model
+def ensure_room(
+    recipe: Recipe, active: Active, overwrite: bool, checkpoints: int = 1, tokens: float = 0.0
+) -> str:
+    """Refuse a disk without space for a run's checkpoints and model; return what it needs."""
+    free, model = free_disk(recipe.folder.absolute()), recipe.model
+    if overwrite:
+        results = [*list_checkpoints(recipe.folder / "checkpoints"), recipe.folder / "model"]
+        paths = [path for result in results for path in result.rglob("*")]
+        free += sum(path.stat().st_size for path in paths if path.is_file())
     written = _weights(model)
+    if written is None:
+        return f"{format_size(free)} free; the model's size is known after its download"
     # Checkpoints have the weights and AdamW's two moments.
     stored = 3 * BYTES[model.weights] / BYTES[model.dtype]
-    return written and written + round(checkpoints * stored * written)
-
-
-def reclaimable_bytes(recipe: Recipe) -> int:
-    """Return the bytes of an earlier run's results, which a new run removes."""
-    results = [*list_checkpoints(recipe.folder / "checkpoints"), recipe.folder / "model"]
-    paths = [path for result in results for path in result.rglob("*")]
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def may_train_few_weights(active: Active) -> bool:
-    """Tell whether a plugin may train few weights, and so write far less."""
-    hooks = ["optimize_model", "optimizer"]
-    return any(active.implements(name, hooks) for name in active.plugins)
+    need = round(written + checkpoints * stored * written + tokens * TOKEN_BYTES)
+    text = f"about {format_size(need)} needed, {format_size(free)} free"
+    if need < free:
+        return text
+    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in active.plugins):
+        return f"{text}; but a plugin may train few weights, and so write far less"
+    raise RecipeError(f"output: {text}; free some, lower checkpoint.keep, or name another output")
 
 
 def parameters(scratch: Scratch) -> int:

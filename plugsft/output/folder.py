@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import ValidationError
 
 from ..base.atomic import (
     HOST_ID,
@@ -22,20 +22,24 @@ from ..base.atomic import (
     writing,
 )
 from ..base.console import say
-from ..base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
-from ..base.limits import parse_json, parse_toml, read_json_object, read_text
+from ..base.errors import PlugsftError, RecipeError, did_you_mean
+from ..base.limits import TABLES, check_depth, parse_toml, read_json_object, read_text
 from ..checkpoint.same_run import LOCK, open_lock
 from ..recipe.capabilities import Capability
+from ..recipe.parse import flatten
+from ..recipe.read import read
 from ..recipe.tables import Recipe
 from .metrics import SAMPLES, read_metrics
 from .run_record import RunRecord
 
-FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
+FILES = ("run.json", "metrics.jsonl", "recipe.toml", "report.html", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """Endings of files; no name on the hub has them."""
-PAGE = 'name="generator" content="plugsft"'
-"""The sign of a page that plugsft wrote."""
+PAGE = b'name="generator" content="plugsft"'
+LINE = b'{"step": '
+SIGNS = {"report.html": PAGE, "metrics.jsonl": LINE, SAMPLES: LINE}
+"""What is in the first characters of a file that a run wrote."""
 ADAPTER = "adapter_config.json"
 """The file that marks a folder of adapters, for peft and transformers."""
 
@@ -48,39 +52,42 @@ def ensure_inputs(recipe: Recipe, path: Path) -> None:
 
 def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
     """Return the problems of the files and folders that a recipe reads, by their names."""
-    output = recipe.folder.resolve()
-    results = [output / name for name in ("checkpoints", "model", *FILES)]
     wrong = {}
     for key, name in _inputs(recipe):
-        place = Path(name)
-        warn_of_changes(place)  # a model, adapters to go on from, a reference
-        source = place.resolve()
-        nested = source.is_relative_to(output) or output.is_relative_to(source)
-        if any(source.is_relative_to(result.resolve()) for result in results):
-            wrong[name] = (
-                f"{key}: {name} is a result in this recipe's own output, which a new run removes; "
-                "give another output"
-            )
-        elif key == "model.path" and place.is_dir() and nested:
-            wrong[name] = (
-                f"{key}: {name} and output = {recipe.output} are one folder, or one is inside the "
-                "other; a run would write among the model's files: give another output"
-            )
-        elif (place / "run.json").is_file() and is_model(place / "model"):
-            if key in ("model.path", "model.tokenizer"):
-                wrong[name] = f"{key}: {name} is a run's folder; its model is {place / 'model'}"
-        elif key == "model.path" and is_model(place) and not (place / "config.json").is_file():
-            wrong[name] = (
-                f"{key}: {name} holds adapters, and no whole model; merge them into their base "
-                f"model: plugsft export {shlex.quote(name)} --merge; or go on from them: set "
-                "model.path to their base, and their folder as adapter in "
-                + Capability.bundled("adapters").table
-            )
-        elif not place.exists() and _is_path(key, name, recipe):
-            wrong[name] = f"{key}: {name}: no such file or folder{_hint(place, path)}"
-            if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
-                wrong[name] += '; for the one on the hub, set model.revision = "main"'
+        warn_of_changes(Path(name))  # a model, adapters to go on from, a reference
+        if problem := _problem(recipe, key, name, path):
+            wrong[name] = f"{key}: {name}{problem}"
     return wrong
+
+
+def _problem(recipe: Recipe, key: str, name: str, path: Path) -> str:
+    place, output = Path(name), recipe.folder.resolve()
+    source, is_model_path = place.resolve(), key == "model.path"
+    results = (output / result for result in ("checkpoints", "model", *FILES))
+    if any(source.is_relative_to(result.resolve()) for result in results):
+        return (
+            " is a result in this recipe's own output, which a new run removes; give another output"
+        )
+    nested = source.is_relative_to(output) or output.is_relative_to(source)
+    if is_model_path and place.is_dir() and nested:
+        return (
+            f" and output = {recipe.output} are one folder, or one is inside the other; a run "
+            "would write among the model's files: give another output"
+        )
+    if (place / "run.json").is_file() and is_model(place / "model"):
+        if key in ("model.path", "model.tokenizer"):
+            return f" is a run's folder; its model is {place / 'model'}"
+    elif is_model_path and is_model(place) and not (place / "config.json").is_file():
+        return (
+            " holds adapters, and no whole model; merge them into their base model: plugsft export "
+            f"{shlex.quote(name)} --merge; or go on from them: set model.path to their base, and "
+            f"their folder as adapter in {Capability.bundled('adapters').table}"
+        )
+    elif not place.exists() and _is_path(key, name, recipe):
+        on_hub = is_model_path and name.count("/") == 1 and name[0] not in "./"
+        cure = '; for the one on the hub, set model.revision = "main"' if on_hub else ""
+        return f": no such file or folder{_hint(place, path)}{cure}"
+    return ""
 
 
 def is_model(folder: Path) -> bool:
@@ -119,20 +126,15 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         "model.tokenizer": model.tokenizer,
         "model.chat_template": model.template_file,
         "data.tokens": data.tokens,
-        # Tokens that were prepared on another machine do not need their source.
-        "data.source": None if data.tokens else data.source,
         "eval.source": recipe.eval and recipe.eval.source,
-        **{
-            f"data.sources.{n}.source": source.source
-            for n, source in enumerate(() if data.tokens else data.sources or ())
-        },
-        **{
-            f"plugins.{plugin}.{option}": value
-            for plugin, options in recipe.plugins.items()
-            for option, value in options.items()
-            if isinstance(value, str) and Path(value[:255]).exists()
-        },
     }
+    if not data.tokens:  # tokens that were prepared on another machine do not need their source
+        places["data.source"] = data.source
+        for number, source in enumerate(data.sources or ()):
+            places[f"data.sources.{number}.source"] = source.source
+    for key, value in flatten(recipe.plugins, "plugins.").items():
+        if isinstance(value, str) and Path(value[:255]).exists():
+            places[key] = value
     return ((key, name) for key, name in places.items() if name)
 
 
@@ -212,66 +214,46 @@ def ensure_ours(folder: Path) -> None:
             foreign += foreign_files(path)
     foreign += [folder / name for name in FILES if not is_result(folder / name)]
     if foreign:
+        names = ", ".join(map(str, foreign[:5]))
         more = f" and {len(foreign) - 5:,} more" if foreign[5:] else ""
-        names = ", ".join(f"{path}{_damage(path)}" for path in foreign[:5])
         raise RecipeError(
-            f"output: {names}{more} {'were' if foreign[1:] else 'was'} "
-            "not written by plugsft, or changed since, and a run would replace it; move it away "
-            "(a run that resumes writes its own again), or give another folder (output=...)"
+            f"output: {names}{more}: not written by plugsft, or changed since, and a run would "
+            "replace it; move it away (a run that resumes writes its own again), or give another "
+            "folder (output=...)"
         )
-
-
-def _damage(path: Path) -> str:
-    """Return where a result cannot be parsed, in brackets."""
-    parse = {"run.json": parse_json, "recipe.toml": parse_toml}.get(path.name)
-    try:
-        if parse:
-            parse(read_text(path))
-    except (OSError, ValueError) as error:
-        return f" ({reason_of(error)})"
-    return ""
 
 
 def is_result(path: Path) -> bool:
     """Tell whether a run may replace a file: it does not exist, or a run wrote it."""
     if not path.exists():
         return True
-    begin = read_beginning(path)
+    if path.name in SIGNS:
+        return has_sign(path)
+    recorded = bool(find_run(path.parent).format)
     if path.name == "run.json":
-        return bool(find_run(path.parent).format)
-    if path.name in ("metrics.jsonl", SAMPLES):
-        return not begin or re.search(r'^\{"step": ', begin, re.M) is not None
-    if path.name == "report.html":
-        return is_page(begin)
-    # A run writes its recipe next to its record, in a format that nobody writes by hand.
-    try:
+        return recorded
+    with suppress(OSError, ValueError):
         text = read_text(path)
-        canonical = tomli_w.dumps(parse_toml(text)) == text
-    except (OSError, ValueError):
-        return False
-    own = find_run(path.parent).format or list_checkpoints(path.parent / "checkpoints")
-    return canonical and bool(own)
+        # A run writes its recipe beside its record, in a format that nobody writes by hand.
+        if tomli_w.dumps(parse_toml(text)) == text:
+            return recorded or bool(list_checkpoints(path.parent / "checkpoints"))
+    return False
 
 
-def read_beginning(path: Path) -> str:
-    """Return the first characters of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(2000).decode("utf8", errors="replace")
-    except OSError:
-        return "?"
-
-
-def is_page(text: str) -> bool:
-    """Tell from a page's beginning whether plugsft wrote it."""
-    return PAGE in text
+def has_sign(path: Path) -> bool:
+    """Tell from its first characters whether plugsft wrote a page or lines of JSON."""
+    begin, sign = b"?", SIGNS.get(path.name, PAGE)
+    with suppress(OSError), path.open("rb") as file:
+        begin = file.read(2000)
+    # A killed run leaves a part of its first line.
+    return sign in begin or sign.startswith(begin)
 
 
 def ensure_page(path: Path, option: str) -> None:
     """Refuse to replace a file that plugsft did not write by a page."""
     if not path.parent.is_dir():
         raise PlugsftError(f"{option}: {path.parent}: no such folder")
-    if path.exists() and not is_page(read_beginning(path)):
+    if path.exists() and not has_sign(path):
         raise PlugsftError(
             f"{option}: {path} exists and was not written by plugsft; give another name"
         )
@@ -290,7 +272,6 @@ def describe_results(folder: Path) -> str:
 def results_of(folder: Path) -> tuple[str, str]:
     """Return what an earlier run left, and the cure; empty texts if nothing."""
     last = newest_checkpoint(folder / "checkpoints")
-    steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     other = "start again with --overwrite, or choose another folder (output=...)"
     if is_published(folder / "model"):
         model, first = folder / "model", ""
@@ -300,23 +281,33 @@ def results_of(folder: Path) -> tuple[str, str]:
         return "a finished run", f'{other}"{model}" and another output'
     if last:
         return f"checkpoints up to {last.name}", f"resume with --resume, {other}"
+    steps = sum("loss" in line for line in read_metrics(folder / "metrics.jsonl"))
     return (f"{steps:,} steps of a run without a checkpoint", other) if steps else ("", "")
 
 
 def read_run(folder: Path) -> RunRecord:
     """Return a run's record; that of a run which has not ended is as of its last step."""
-    if not folder.is_dir():
-        why = "is a file" if folder.exists() else f"no such folder{suggest_name(folder)}"
-        raise RecipeError(f"{folder}: {why}; name a run's output folder")
+    path = folder / "run.json"
     try:
-        run = RunRecord.read(folder)
+        facts = check_depth(read_json_object(path), TABLES)
+        run = RunRecord.model_validate({**facts, "facts": facts, "folder": folder})
     except OSError as error:
+        reason = "is no run's output: it has no readable run.json; name a run's output folder"
+        if is_locked(folder):
+            reason = "its run prepares its data, and has no record yet; try again in a while"
+        elif not folder.is_dir():
+            why = "is a file" if folder.exists() else f"no such folder{suggest_name(folder)}"
+            reason = f"{why}; name a run's output folder"
+        raise RecipeError(f"{folder}: {reason}") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
         raise RecipeError(
-            f"{folder}: is no run's output: it has no readable run.json; name a run's output folder"
+            f"{path}: was not written by this plugsft: {place}: {wrong['msg']}"
         ) from error
     except ValueError as error:
         raise RecipeError(
-            f"{folder / 'run.json'}: is damaged: {error}; copy it again, or run its recipe again"
+            f"{path}: is damaged: {error}; copy it again, or run its recipe again"
         ) from error
     if run.status != "running":
         return run
@@ -326,12 +317,22 @@ def read_run(folder: Path) -> RunRecord:
 
 def as_of(run: RunRecord, step: int, status: str) -> RunRecord:
     """Return what was known of a run after a step."""
-    known: dict[str, Any] = {"status": status, "seconds": None, "throughput": {}, "memory": {}}
-    known["facts"] = run.facts | {"status": status}
-    known["steps"] = run.steps.model_copy(update={"done": step})
-    series = {name: dict(run.series.get(name, [])) for name in ("loss", "eval_loss")}
-    known["final"] = {name: points.get(step) for name, points in series.items()}
-    return run.model_copy(update=known)
+    gone: dict[str, Any] = {"seconds": None, "throughput": {}, "memory": {}}
+    steps = run.steps.model_copy(update={"done": step})
+    known = run.model_copy(update=gone | {"status": status, "steps": steps})
+    known.metrics = [line for line in run.metrics if line["step"] <= step]
+    return known
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """Return the tables of a run's recipe."""
+    path = folder / "recipe.toml"
+    if not path.is_file():
+        raise RecipeError(
+            f"{path}: is missing: a run keeps its recipe there; copy it back, or run again with "
+            "--overwrite"
+        )
+    return read(path)
 
 
 def find_run(folder: Path) -> RunRecord:

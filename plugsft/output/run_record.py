@@ -3,25 +3,25 @@
 `plugsft show`, `diff`, the report and the model card only format a RunRecord.
 """
 
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..base.limits import TABLES, check_depth, read_json_object
+from ..recipe.parse import flatten
 from .metrics import read_metrics
 
-FIGURES = {
-    "loss": ("loss of the last step", "final", "loss", "{:.4f}"),
-    "eval": ("evaluation loss", "final", "eval_loss", "{:.4f}"),
-    "speed": ("speed", "throughput", "tokens_per_second", "{:,.0f} tokens/s"),
-    "memory": ("memory of a process", "memory", "peak_gib", "{:.1f} GiB peak"),
+LAST_VALUES = ("loss", "eval_loss", "eval_accuracy")
+COSTS = {
+    "speed": ("throughput", "tokens_per_second", "{:,.0f} tokens/s"),
+    "memory": ("memory", "peak_gib", "{:.1f} GiB peak"),
 }
-"""Short name -> name, place in run.json, and format with the unit."""
+"""Name -> place in run.json, and format with the unit."""
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
+NOT_SHOWN = ("key", "format", "index", "shards", "lengths.edges", "lengths.counts")
+"""Beginnings of keys of the data's table that no person reads."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -85,16 +85,6 @@ class Source(Table):
     examples: Count = 0
 
 
-class Lengths(Table):
-    """Tokens of an example."""
-
-    edges: list[Number] = []
-    counts: list[Number] = []
-    median: Number | None = None
-    p95: Number | None = None
-    max: Count | None = None
-
-
 class Data(Table):
     """The rows of a run, or of its evaluation."""
 
@@ -102,15 +92,20 @@ class Data(Table):
     examples: Count = 0
     tokens: Count = 0
     trained_tokens: Count = 0
-    pairs: Count | None = None
     bad_rows: dict[str, RowCount] = {}
     truncated: RowCount = RowCount()
     sources: list[Source] = []
-    engines: dict[str, Count] = {}
-    lengths: Lengths = Lengths()
-    mask: str | None = None
+    mask: str = ""
     key: str = ""
     key_parts: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        share = self.trained_tokens / max(1, self.tokens)
+        bad = sum(rows.count for rows in self.bad_rows.values())
+        return (
+            f"{self.examples:,} examples, {self.tokens:,} tokens, {share:.0%} trained, "
+            f"{bad:,} bad rows, {self.truncated.count:,} truncated"
+        )
 
 
 class Plugin(Table):
@@ -119,7 +114,7 @@ class Plugin(Table):
     name: str
     origin: str = ""
     options: dict[str, Any] = {}
-    summary: str | None = None
+    summary: str = ""
 
 
 class Profile(Table):
@@ -150,32 +145,35 @@ class RunRecord(Table):
     data: Data | None = None
     eval: Data | None = None
     plugins: list[Plugin] = []
-    final: Numbers = {}
     throughput: Numbers = {}
-    batches: Numbers = {}
     memory: Numbers = {}
     profile: Profile = Profile()
 
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Read a run's record; raise ValueError if plugsft did not write it."""
-        facts = check_depth(read_json_object(folder / "run.json"), TABLES)
-        try:
-            return cls.model_validate({**facts, "facts": facts, "folder": folder})
-        except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            place = ".".join(map(str, wrong["loc"]))
-            raise ValueError(f"was not written by this plugsft: {place}: {wrong['msg']}") from error
-
     @property
-    def figures(self) -> Iterator[tuple[str, str, str]]:
-        """Results and costs as far as they are known: a short name, the name, and the text."""
-        for short, (name, table, key, form) in FIGURES.items():
+    def figures(self) -> dict[str, str]:
+        """Results and costs with their units, as far as they are known."""
+        steps = self.steps
+        epochs = steps.done / max(1, steps.per_epoch)
+        known = {"steps": f"{steps.done:,} of {steps.total:,}, {epochs:.2f} epochs"}
+        for name in LAST_VALUES:
+            last = self.series.get(name, [(0, None)])[-1][1]
+            if last is not None:
+                known[label(name)] = f"{last:.4f}"
+        for name, (table, key, form) in COSTS.items():
             value = getattr(self, table).get(key)
             if value is not None:
-                yield short, name, form.format(value)
+                known[name] = form.format(value)
         if self.seconds is not None:
-            yield "time", "time", str(timedelta(seconds=round(self.seconds)))
+            known["time"] = str(timedelta(seconds=round(self.seconds)))
+        return known
+
+    def table(self, name: str) -> dict[str, Any]:
+        """The values of a table of run.json that are not empty, by readable names."""
+        value = self.facts.get(name)
+        flat = flatten(value) if isinstance(value, dict) else {name: value}
+        shown = {key: flat[key] for key in flat if not key.startswith(NOT_SHOWN)}
+        named = shown if name == "versions" else {label(key): shown[key] for key in shown}
+        return {key: value for key, value in named.items() if value not in (None, "", [], {})}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -199,6 +197,11 @@ class RunRecord(Table):
         return {key: series[key] for key in sorted(known, key=lambda key: not key.endswith("loss"))}
 
 
+def label(key: str) -> str:
+    """Name a key of run.json or of a metric as people do."""
+    return key.replace("_", " ").replace(" gib", ", GiB").replace(".", ", ")
+
+
 def number(value: object) -> float | None:
     """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -210,3 +213,21 @@ def number(value: object) -> float | None:
 def finite(points: Points) -> list[tuple[float, float]]:
     """Return the points that have a value."""
     return [(step, value) for step, value in points if value is not None]
+
+
+def figure(value: Any) -> str:
+    """Write a value of a record or a recipe in few digits."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return str(value).lower()
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+        case list():
+            return ", ".join(map(figure, value))
+        case dict():
+            return ", ".join(f"{name} {figure(each)}" for name, each in value.items())
+    return str(value)

@@ -17,11 +17,11 @@ from ..output.folder import (
     ensure_ours,
     find_run,
     lock_output,
+    read_recipe,
     results_of,
 )
 from ..ranks.launcher import watch_launcher
 from ..recipe.parse import anchored, default_of, flatten
-from ..recipe.read import read
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
@@ -84,7 +84,7 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         return False
     if step not in (None, run.steps.total):
         return False
-    then, now = flatten(read(folder / "recipe.toml")), flatten(anchored(recipe, "json"))
+    then, now = flatten(read_recipe(folder)), flatten(anchored(recipe, "json"))
     same = tuple(key for key in (*MAY_DIFFER, "data.source", "data.split") if key != "plugins.")
     # A key that is newer than the run had its default.
     keys = (key for key in {*then, *now} - {"plugins"} if not key.startswith(same))
