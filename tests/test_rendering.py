@@ -544,8 +544,8 @@ def test_turns_marked_in_two_blocks_are_trained_whole_and_not_told_apart(with_te
     assert rendered(tokenizer, row, blocks=True).mask == BLOCKS
     bad = rendered(tokenizer, row, blocks=True, train_on="last").bad[0]
     assert bad.endswith("write one block for each answer")
-    whole = with_template(CHATML.read_text())
-    assert trained(whole, row, blocks=True, train_on="last")[1] == [ELKS]
+    tokenizer = with_template(CHATML.read_text())
+    assert trained(tokenizer, row, blocks=True, train_on="last")[1] == [ELKS]
 
 
 def test_a_block_without_words_trains_nothing(with_template):

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -57,29 +56,6 @@ class _Generation(Extension):
         return [opening, nodes.Scope(body, lineno=line), closing]
 
 
-class _Dict:
-    """`dict` for templates, without its attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(Namespace):
-    """`namespace` for templates, without a way to Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        for name in dict(*args[1:], **kwargs):
-            _refuse_private(name)
-        Namespace.__init__(*args, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with faster access to attributes and to the keys of messages."""
 
@@ -87,16 +63,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         kind = type(obj)
         if kind is dict and attribute not in DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if (kind, attribute) in SAFE or (kind is _Namespace and attribute[:1] != "_"):
+        if (kind, attribute) in SAFE or (kind is Namespace and attribute[:1] != "_"):
             value = getattr(obj, attribute, missing)
             if value is not missing:
                 return value
         return super().getattr(obj, attribute)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template cannot store '{name}' in a namespace")
 
 
 def _raise(message: str) -> None:
@@ -130,8 +101,6 @@ def compile_template(source: str) -> CompiledTemplate:
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": _now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
     }
     template, tree = environment.from_string(source), environment.parse(source)
     # Each rendering copies the globals, and a plain dict is copied faster than Jinja's ChainMap.

@@ -5,7 +5,6 @@ Columns that nothing reads, though they change the meaning of a row, are refused
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from functools import lru_cache
 from itertools import compress, starmap
 from operator import lt
 from typing import Any
@@ -65,39 +64,6 @@ WARNED = {
     "history": "holds earlier turns",
 }
 """Columns with information that hardly changes the meaning of a row -> their own meaning."""
-_MEANINGFUL = REFUSED.keys() | WARNED.keys()
-
-
-def ensure_read(row: Row, read: Collection[str]) -> list[str]:
-    """Refuse a row with an unread column that changes its meaning; warn of others.
-
-    `read` are the columns that are read. Null or empty columns do not count.
-    """
-    unread = {
-        name: column
-        for name, column in _meaningful(tuple(row))
-        if column not in read and row[column] not in (None, [], "")
-    }
-    for name in REFUSED:
-        if name in unread:
-            add = f"add {READERS[name]} to learn from it, or " if name in READERS else ""
-            raise BadRow(
-                f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
-                f'{add}set data.ignore = ["{unread[name]}"] to train without it'
-            )
-    return [
-        f"'{unread[name]}' {WARNED[name]}, and nothing reads it"
-        + (f" ({READERS[name]} does)" if name in READERS else "")
-        for name in sorted(unread)
-    ]
-
-
-@lru_cache(maxsize=256)
-def _meaningful(columns: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (name in REFUSED or WARNED, column) for columns in any case."""
-    return [(name.lower(), name) for name in columns if name.lower() in _MEANINGFUL]
-
-
 Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], str]
 """A function that renders a row, with warnings, and how its spans are found."""
 
@@ -135,7 +101,7 @@ def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> R
                 result.turns.append(turn)
             for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
-    if any(WEIGHT in row for row in rows):
+    if any(weight != 1 for weight in weights):
         result.columns[WEIGHT] = weights
     return result
 
@@ -144,7 +110,14 @@ def readable_format(first: Row) -> str | None:
     """Return the format of rows; None if no format has their columns. Refuse preferences."""
     kind = format_of(first)
     if kind == "preference":
-        raise DataError(_refuse_preferences(first))
+        answers = isinstance(first.get("prompt"), list) or isinstance(first["chosen"], str)
+        column = ("completion" if "prompt" in first else "text") if answers else "messages"
+        raise DataError(
+            "the data holds preferences (columns chosen and rejected), which no active plugin "
+            f'reads. To train on what was chosen, set [data.columns] {column} = "chosen" and '
+            'data.ignore = ["rejected"]; to learn which answer is preferred, add '
+            + READERS["chosen"]
+        )
     return kind
 
 
@@ -179,20 +152,34 @@ def without(row: Row, columns: Collection[str]) -> Row:
 
 
 def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
-    """Mark rows with unread columns that change their meaning as bad; warn of other columns."""
-    read = rendered.read
-    if read is None:
+    """Mark rows with unread columns that change their meaning as bad; warn of other columns.
+
+    Null or empty columns do not count.
+    """
+    if rendered.read is None:
         return
-    rows = [renamed(row, data.columns) for row in rows]
-    rendered.unread = sorted({column for row in rows for column in row}.difference(read))
+    unread: set[str] = set()
     for number, row in enumerate(rows):
+        values = without(renamed(row, data.columns), rendered.read)
+        unread.update(values)
         if number in rendered.bad:
             continue
-        try:
-            for warning in ensure_read(row, read):
+        told = [name for name, value in values.items() if value not in (None, [], "")]
+        for name in told:
+            if meaning := REFUSED.get(name.lower()):
+                reader = READERS.get(name.lower())
+                add = f"add {reader} to learn from it, or " if reader else ""
+                rendered.bad[number] = (
+                    f"'{name}' {meaning}, and no active plugin reads it; "
+                    f'{add}set data.ignore = ["{name}"] to train without it'
+                )
+        for name in told if number not in rendered.bad else ():
+            if meaning := WARNED.get(name.lower()):
+                reader = READERS.get(name.lower())
+                does = f" ({reader} does)" if reader else ""
+                warning = f"'{name}' {meaning}, and nothing reads it{does}"
                 rendered.warnings.setdefault(warning, []).append(number)
-        except BadRow as error:
-            rendered.bad[number] = str(error)
+    rendered.unread = sorted(unread)
 
 
 def drop_bad_texts(rendered: Rendered) -> None:
@@ -215,21 +202,18 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
                 f"{column} of length {len(values):,}, but the number of rows is {count:,}; it must "
                 "give one value for each row"
             )
-        types = {row: type_of(values[row]) for row in rendered.rows}
-        kind = common_type(types.values())
-        if types and kind is None:
-            wrong = [row for row in types if types[row] is None]
-            if wrong:
-                raise PluginError(
-                    f"{column} the value {short(values[wrong[0]])}; it must be true, false, an "
-                    "integer of 64 bits or a float"
-                )
-            raise PluginError(f"{column} both booleans and numbers; it must give one type")
+        held = [values[row] for row in rendered.rows]
+        kind = common_type(map(type_of, held))
+        wrong = [value for value in held if type_of(value) is None] or held
+        if held and kind is None:
+            raise PluginError(
+                f"{column} the value {short(wrong[0])}; it must be true, false, an integer of 64 "
+                "bits or a float, and either booleans or numbers in all rows"
+            )
         typed: Any = np.zeros(count, kind)
-        typed[[*types]] = [values[row] for row in types]
+        typed[rendered.rows] = held
         rendered.columns[name] = typed
-        if name == WEIGHT and not all(map(is_weight, typed)):
-            wrong = [value for value in typed.tolist() if not is_weight(value)]
+        if name == WEIGHT and (wrong := [value for value in held if not is_weight(value)]):
             raise PluginError(f"{column} the value {wrong[0]}; it must be {WEIGHT_RANGE}")
 
 
@@ -254,13 +238,3 @@ def renamed(row: Row, columns: dict[str, str]) -> Row:
     """Rename a row's columns to the names of the formats."""
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
-
-
-def _refuse_preferences(row: Row) -> str:
-    answers = isinstance(row.get("prompt"), list) or isinstance(row["chosen"], str)
-    column = ("completion" if "prompt" in row else "text") if answers else "messages"
-    return (
-        "the data holds preferences (columns chosen and rejected), which no active plugin "
-        f'reads. To train on what was chosen, set [data.columns] {column} = "chosen" and '
-        'data.ignore = ["rejected"]; to learn which answer is preferred, add ' + READERS["chosen"]
-    )

@@ -21,8 +21,7 @@ from .formats import BadRow, format_of, read_weight
 from .render import judge_columns, lead_row, renamed, without
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"
-MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-TRAINED = (LABELS, *MASKS)
+TRAINED = (LABELS, "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which tokens are trained."""
 DOCUMENTS = "seq_lengths"
 READ = {
@@ -31,6 +30,7 @@ READ = {
 }
 """Columns that are read, or say nothing new."""
 UNTRAINED = -100
+"""The label of tokens that are not trained."""
 Mask = NDArray[np.bool_]
 
 
@@ -45,42 +45,47 @@ def read_tokens(
 ) -> tuple[Rendered, Encoded, Mask]:
     """Return rows of tokens as rendered and encoded, and which tokens are trained."""
     result = Rendered(read=READ)
-    if data.ignore:
-        rows = [without(row, data.ignore) for row in rows]
+    rows = [without(row, data.ignore) for row in rows]
     judge_columns(rows, result, data)
-    rows = [renamed(row, data.columns) for row in rows]
-    first = lead_row(rows, data)
-    own = [name for name in TRAINED if first.get(name) is not None]
-    _ensure_trainable(own, data)
-    result.mask = f"the rows' own tokens, trained by {' and '.join(own) or 'train_on = all'}"
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    vocabulary = max(len(tokenizer), *(number + 1 for number in added), 0)
+    own = _masks_of(lead_row(rows, data))
+    if data.train_on != ("assistant" if own else "all"):
+        raise DataError(
+            f"rows of tokens ({IDS}) are trained by their own labels or mask "
+            f"({', '.join(TRAINED)}), and those without labels or a mask with data.train_on = "
+            f'"all". These have {_and(own)}, so data.train_on = "{data.train_on}" cannot be; '
+            "change it, or name the columns to leave out in data.ignore"
+        )
+    result.mask = f"the rows' own tokens, trained by {_and(own) if own else 'train_on = all'}"
     ids, masks = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            row_ids, row_mask = _tokens_of(row, own, vocabulary)
-            weights[number] = read_weight(row)
+            named = renamed(row, data.columns)
+            row_ids, row_mask = _tokens_of(named, own, len(tokenizer.token_bytes))
+            weights[number] = read_weight(named)
         except BadRow as error:
             result.bad.setdefault(number, str(error))
         if number not in result.bad:
             result.rows.append(number)
             ids.append(row_ids)
             masks.append(row_mask)
-    if any(row.get(WEIGHT) is not None for row in rows):
+    if any(weight != 1 for weight in weights):
         result.columns[WEIGHT] = weights
-    counts = np.array([len(row_ids) for row_ids in ids[1:]], np.int64)
+    counts = np.array([*map(len, ids[1:])], np.int64)
     encoded = Encoded(np.concatenate(ids).astype(np.int32), counts, np.zeros(0, np.int64))
     return result, encoded, np.concatenate(masks)
 
 
+def _masks_of(row: Row) -> list[str]:
+    return [name for name in TRAINED if row.get(name) is not None]
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(names) or "neither"
+
+
 def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
     """Return the tokens of a row without padding, and which of them are trained."""
-    for name in TRAINED:
-        if name not in own and row.get(name) is not None:
-            raise BadRow(f"'{name}', which the first rows of the source lack")
-    if row.get(DOCUMENTS) is not None:
-        raise DataError(_packed(f"'{DOCUMENTS}'"))
     ids = _integers(row, IDS)
     if not len(ids):
         raise BadRow("no token")
@@ -89,35 +94,38 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
             f"a token id outside of the tokenizer's {vocabulary:,} entries: another tokenizer made "
             "these rows; name it in model.tokenizer"
         )
-    places = np.arange(len(ids))
-    mask = places > 0  # nothing predicts a first token
+    if _masks_of(row) != own:
+        raise BadRow(f"the first rows of the source have {_and(own)}, and it has others")
+    mask = np.arange(len(ids)) > 0  # nothing predicts a first token
     for name in own:
         values = _integers(row, name, len(ids))
-        yes, no = (ids, UNTRAINED) if name == LABELS else (np.ones_like(ids), 0)
-        if ((values != yes) & (values != no)).any():
-            wrong = f"'{name}' holds values other than 0 and 1"
-            if name == LABELS:
-                wrong = f"a label is neither {no} nor its own token: write labels unshifted"
-            raise BadRow(wrong)
-        mask &= values != no
-    padding, given = np.ones_like(ids), places
+        if name == LABELS:
+            trained = values != UNTRAINED
+            if (values != ids)[trained].any():
+                raise BadRow("a label is neither -100 nor its own token: write labels unshifted")
+        else:
+            trained = values > 0
+            if (values != trained).any():
+                raise BadRow(f"'{name}' holds values other than 0 and 1")
+        mask &= trained
+    size = len(ids)
     if row.get(PADDING) is not None:
-        padding = _integers(row, PADDING, len(ids))
+        shown = _integers(row, PADDING, size)
+        if shown.max() > 1:
+            raise _packed(f"numbers of documents in '{PADDING}'")
+        size = int(shown.sum())
+        if not shown[:size].all():
+            raise BadRow(f"'{PADDING}' is 0 before its last token")
     if row.get(PLACES) is not None:
-        given = _integers(row, PLACES, len(ids))
-    shown = padding > 0
-    if padding.max() > 1:
-        raise DataError(_packed(f"numbers of documents in '{PADDING}'"))
-    if (given != places)[shown].any():
-        raise DataError(_packed(f"'{PLACES}' that do not count up from 0"))
-    size = int(shown.sum())
-    if not shown[:size].all():
-        raise BadRow(f"'{PADDING}' is 0 before its last token")
+        places = _integers(row, PLACES, len(ids))[:size]
+        if not np.array_equal(places, np.arange(size)):
+            raise _packed(f"'{PLACES}' that do not count up from 0")
+    if row.get(DOCUMENTS) is not None:
+        raise _packed(f"'{DOCUMENTS}'")
     return ids[:size], mask[:size]
 
 
 def _integers(row: Row, name: str, size: int | None = None) -> Ints:
-    """Return a list of integers as an array."""
     if row.get(name) is None:
         raise BadRow(f"no '{name}', which other rows have")
     try:
@@ -131,22 +139,8 @@ def _integers(row: Row, name: str, size: int | None = None) -> Ints:
     return values.astype(np.int64)
 
 
-def _ensure_trainable(own: list[str], data: Data) -> None:
-    rows = f"rows of tokens ({IDS})"
-    if not own and data.train_on != "all":
-        raise DataError(
-            f"{rows} without {LABELS} or a mask ({', '.join(MASKS)}): set data.train_on = "
-            '"all" to train on every token'
-        )
-    if own and data.train_on != "assistant":
-        raise DataError(
-            f'{rows} have their own {own[0]}, so data.train_on = "{data.train_on}" has no '
-            f'effect: remove it, or set data.ignore = {own} with data.train_on = "all"'
-        )
-
-
-def _packed(sign: str) -> str:
-    return (
+def _packed(sign: str) -> DataError:
+    return DataError(
         f"rows that another tool has packed ({sign}): name the rows as they were before, and add "
         f"{Capability.bundled('packed_rows').table}; docs/data.md takes packed rows apart"
     )

@@ -301,17 +301,8 @@ def other_words(turn: Row, stand_for: dict[str, str]) -> Row:
     if closing:
         changed = with_thought(changed, other(_plain(thought), THOUGHT), inline=True)
     if turn.get("tool_calls"):
-        functions = [call["function"] for call in turn["tool_calls"]]
         changed["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **function,
-                    "name": other(function["name"], f"{function['name']!r} of a call"),
-                    "arguments": other_value(function["arguments"]),
-                },
-            }
-            for call, function in zip(turn["tool_calls"], functions, strict=True)
+            {**call, "function": other_value(call["function"])} for call in turn["tool_calls"]
         ]
     return changed
 

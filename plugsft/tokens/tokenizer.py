@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from .shards import offsets_of
 OWN = "transformers"
 """The name of the model's own tokenizer among the engines."""
 TEXTS = 256
-"""Texts to encode at a time: the library returns about a hundred bytes per token."""
-
+"""Texts to encode at a time: their bytes stay in the processor's cache, and the tokenizers library
+returns about a hundred bytes per token."""
 
 Ids = NDArray[np.int32]
 Engine = Callable[[list[str]], tuple[Ids, Ints]]
@@ -69,16 +70,31 @@ class Tokenizer:
         the model's own tokenizer encodes the text. If its tokens do not decode to the text either
         (the normalizer changed it, or the vocabulary hides the bytes), its offsets give the ends.
         """
-        ids, counts = (engine or self.own_engine)(texts)
-        ends, mismatches = _find_ends(ids, counts, texts, self)
-        if mismatches:
-            ids, counts, ends = _encode_again(ids, counts, ends, texts, mismatches, self)
-        if special_tokens and any(map(len, self.special_ids)):
-            ids, counts, ends = _add_special_tokens(ids, counts, ends, *self.special_ids)
-        engines = {name: len(texts)}
-        if name != OWN:
-            engines = {name: len(texts) - len(mismatches), OWN: len(mismatches)}
-        return Encoded(ids, counts, ends, engines)
+        ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        ends, start, again = [np.zeros(0, np.int64)], 0, 0
+        for first in range(0, len(texts), TEXTS):
+            part = texts[first : first + TEXTS]
+            spelled = [text.encode() for text in part]
+            part_ids, part_counts = (engine or self.own_engine)(part)
+            part_ends, wrong = self._find_ends(part_ids, part_counts, spelled)
+            if wrong or (special_tokens and any(map(len, self.special_ids))):
+                pieces = np.split(np.stack([part_ids, part_ends]), offsets_of(part_counts)[1:-1], 1)
+                starts = offsets_of([*map(len, spelled)])
+                for number in wrong:
+                    pieces[number] = self._encode_alone(part[number], spelled[number])
+                    pieces[number][1] += starts[number]
+                if special_tokens:
+                    edges = pairwise(starts)
+                    pieces = [self._with_special(*each) for each in zip(pieces, edges, strict=True)]
+                part_ids, part_ends = np.concatenate(pieces, 1)
+                part_counts = np.array([piece.shape[1] for piece in pieces])
+            ids.append(part_ids.astype(np.int32))
+            counts.append(part_counts)
+            ends.append(part_ends + start)
+            start += sum(map(len, spelled))
+            again += len(wrong)
+        engines = {name: len(texts) - again, OWN: again} if name != OWN else {OWN: len(texts)}
+        return Encoded(np.concatenate(ids), np.concatenate(counts), np.concatenate(ends), engines)
 
     @cached_property
     def kept(self) -> dict[str, Any]:
@@ -121,14 +137,57 @@ class Tokenizer:
 
     def own_engine(self, texts: list[str]) -> tuple[Ids, Ints]:
         """Encode with the model's own fast tokenizer."""
-        ids, counts = [np.zeros(0, np.int32)], []
-        for first in range(0, len(texts), TEXTS):
-            encodings = self.backend_tokenizer.encode_batch_fast(
-                texts[first : first + TEXTS], add_special_tokens=False
-            )
-            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
-            counts += [len(encoding) for encoding in encodings]
-        return np.concatenate(ids), np.array(counts, np.int64)
+        encodings = self.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        counts = np.array([*map(len, ids)], np.int64)
+        return np.concatenate([np.zeros(0, np.int32), *ids]), counts
+
+    def _find_ends(self, ids: Ids, counts: Ints, texts: list[bytes]) -> tuple[Ints, list[int]]:
+        """Return the byte where each token ends, and the texts that tokens do not decode to."""
+        if not len(ids):
+            return np.zeros(0, np.int64), [number for number, text in enumerate(texts) if text]
+        try:
+            # Not pa.array(): it imports pandas, which takes longer than most slices.
+            buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
+            tokens = self.token_bytes.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
+        except IndexError:
+            return np.zeros(len(ids), np.int64), [*range(len(texts))]
+        _, offsets, spelled = tokens.buffers()
+        ends = np.frombuffer(offsets, np.int32, len(ids) + 1).astype(np.int64)
+        decoded = spelled.to_pybytes()[: ends[-1]] if spelled else b""
+        begins, starts = ends[offsets_of(counts)], offsets_of([*map(len, texts)])
+        if np.array_equal(begins, starts) and decoded == b"".join(texts):
+            return ends[1:], []
+        spaces, wrong = [], []
+        for number, (begin, end) in enumerate(pairwise(begins.tolist())):
+            text = decoded[begin:end]
+            # Some vocabularies put a space before every text.
+            spaces.append(int(text == b" " + texts[number]))
+            if not spaces[number] and text != texts[number]:
+                wrong.append(number)
+        moves = np.repeat(starts[:-1] - begins[:-1] - spaces, counts)
+        return np.maximum(ends[1:] + moves, np.repeat(starts[:-1], counts)), wrong
+
+    def _encode_alone(self, text: str, spelled: bytes) -> Ints:
+        """Return the ids of the model's own tokenizer and, below, the byte where each ends."""
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        ends, wrong = self._find_ends(ids, np.array([len(ids)]), [spelled])
+        if wrong:
+            # A token that starts before the end of another (a character's bytes) ends with it.
+            last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
+            # The byte at which each character begins, and the end of the text.
+            begins = np.flatnonzero((np.frombuffer(spelled, np.uint8) & 0xC0) != 0x80)
+            ends = np.append(begins, len(spelled))[np.maximum.accumulate(last)]
+        return np.stack([ids, ends])
+
+    def _with_special(self, tokens: Ints, edges: tuple[int, int]) -> Ints:
+        """Add the tokenizer's special tokens, which have no bytes: they end at the text's edges."""
+        around = [
+            np.stack([added, np.full(len(added), edge)])
+            for added, edge in zip(self.special_ids, edges, strict=True)
+        ]
+        return np.concatenate([around[0], tokens, around[1]], 1)
 
 
 def lighten(tokenizer: Any) -> Tokenizer:
@@ -144,107 +203,6 @@ def num_bytes(text: str, start: int, stop: int) -> int:
     """Return the number of bytes of a span of a text."""
     # Most texts are ASCII, where every character is one byte.
     return stop - start if text.isascii() else len(text[start:stop].encode())
-
-
-def _sizes(texts: list[str]) -> Ints:
-    return np.array([num_bytes(text, 0, len(text)) for text in texts], np.int64)
-
-
-def _find_ends(
-    ids: Ids, counts: Ints, texts: list[str], tokenizer: Tokenizer
-) -> tuple[Ints, list[int]]:
-    """Return the byte where each token ends, and the texts that their tokens do not decode to."""
-    sizes, offsets = _sizes(texts), offsets_of(counts)
-    starts = offsets_of(sizes)
-    ends, mismatches = np.empty(len(ids), np.int64), []
-    # A few texts at a time: their bytes stay in the processor's cache.
-    for first in range(0, len(texts), TEXTS):
-        batch = slice(first, first + TEXTS)
-        tokens = slice(offsets[first], offsets[min(first + TEXTS, len(texts))])
-        batch_ends, wrong = _find_ends_of_batch(
-            ids[tokens], counts[batch], texts[batch], sizes[batch], tokenizer
-        )
-        np.add(batch_ends, starts[first], out=ends[tokens])
-        mismatches += [first + number for number in wrong]
-    return ends, mismatches
-
-
-def _find_ends_of_batch(
-    ids: Ids, counts: Ints, texts: list[str], sizes: Ints, tokenizer: Tokenizer
-) -> tuple[NDArray[Any], list[int]]:
-    try:
-        # Not pa.array(): it imports pandas, which takes longer than most slices.
-        buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
-        tokens = tokenizer.token_bytes.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
-    except IndexError:
-        return np.zeros(len(ids), np.int32), list(range(len(texts)))
-    _, token_offsets, decoded = tokens.buffers() if len(ids) else (None, bytes(4), None)
-    decoded = decoded or pa.py_buffer(b"")
-    ends = np.frombuffer(token_offsets, np.int32, len(ids) + 1)
-    decoded_offsets, text_offsets = ends[offsets_of(counts)], offsets_of(sizes)
-    ends = ends[1:]
-    if np.array_equal(decoded_offsets, text_offsets) and decoded.slice(0, text_offsets[-1]).equals(
-        pa.py_buffer("".join(texts).encode())
-    ):
-        return ends, []
-    spaces, mismatches = np.zeros(len(texts), np.int64), []
-    for number, text in enumerate(texts):
-        start, stop = decoded_offsets[number : number + 2]
-        from_tokens, from_text = decoded.slice(start, stop - start).to_pybytes(), text.encode()
-        if from_tokens == b" " + from_text:
-            # Some vocabularies put a space before every text.
-            spaces[number] = 1
-        elif from_tokens != from_text:
-            mismatches.append(number)
-    ends = ends - np.repeat(decoded_offsets[:-1] + spaces - text_offsets[:-1], counts)
-    return np.maximum(ends, np.repeat(text_offsets[:-1], counts)), mismatches
-
-
-def _encode_again(
-    ids: Ids, counts: Ints, ends: Ints, texts: list[str], numbers: list[int], tokenizer: Tokenizer
-) -> tuple[Ids, Ints, Ints]:
-    """Replace the tokens of some texts by those of the model's own tokenizer."""
-    sizes = _sizes(texts)
-    starts, borders = offsets_of(sizes), offsets_of(counts)[1:-1]
-    all_ids, all_ends = np.split(ids, borders), np.split(ends, borders)
-    for number in numbers:
-        text = texts[number]
-        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        new_ids = np.array(encoding.ids, np.int32)
-        new_ends, mismatches = _find_ends_of_batch(
-            new_ids, np.array([len(new_ids)]), [text], sizes[[number]], tokenizer
-        )
-        if mismatches:
-            # A token that starts before the end of another (a character's bytes) ends with it.
-            last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
-            new_ends = _character_offsets(text)[np.maximum.accumulate(last)]
-        all_ids[number], all_ends[number] = new_ids, new_ends + starts[number]
-    counts = np.array([len(one) for one in all_ids], np.int64)
-    return np.concatenate(all_ids), counts, np.concatenate(all_ends)
-
-
-def _character_offsets(text: str) -> Ints:
-    """Return the byte at which each character begins, and the end of the text."""
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    return np.append(np.flatnonzero((encoded & 0xC0) != 0x80), len(encoded))
-
-
-def _add_special_tokens(
-    ids: Ids, counts: Ints, ends: Ints, before: Ids, after: Ids
-) -> tuple[Ids, Ints, Ints]:
-    """Add the tokenizer's special tokens to each text; they have no bytes."""
-    offsets = offsets_of(counts)
-    borders = np.stack([offsets[:-1], offsets[1:]], 1)
-    # In the order of the texts: an end token stays before the next text's first token.
-    indices = np.repeat(borders, [len(before), len(after)], 1).ravel()
-    added = np.tile(np.concatenate([before, after]), len(counts))
-    # A special token ends where the token before it ends.
-    added_ends = np.concatenate([[0], ends])[indices]
-    return (
-        np.insert(ids, indices, added),
-        counts + len(before) + len(after),
-        np.insert(ends, indices, added_ends),
-    )
 
 
 def _byte_level_characters() -> dict[int, int]:
