@@ -403,8 +403,8 @@ def test_two_waiters_that_find_a_builder_dead_build_one_after_the_other(start, t
 def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     place.parent.mkdir()
     old = Claims(place).path("builder")
-    old.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
-    really, new = Claims.hold, json.dumps({"host": HOST_ID, "pid": os.getpid()})
+    old.write_text(f"{HOST_ID} {2**22 - 1} 0")
+    really, new = Claims.hold, f"{HOST_ID} {os.getpid()} 0"
 
     def slow(claims, name):
         # Between its look and its own claim, another began.
@@ -434,7 +434,7 @@ def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
     assert said == set(builders(tmp_path, 1)) and len(said) == 1
 
 
-@pytest.mark.parametrize("text", ["", '{"host', "3", "{}"])
+@pytest.mark.parametrize("text", ["", "3", f"{HOST_ID}", f"elsewhere {2**22 - 1} 0"])
 def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, text):
     place.parent.mkdir()
     (place.parent / f".{place.name}.claim-builder").write_text(text)
@@ -617,7 +617,7 @@ def test_other_failures_pass_through(tmp_path):
 def test_a_process_of_another_machine_is_not_looked_up_here(start, place, tmp_path):
     place.parent.mkdir()
     claim = place.parent / f".{place.name}.claim-builder"
-    claim.write_text(json.dumps({"host": "elsewhere", "pid": 2**22 - 1}))
+    claim.write_text(f"elsewhere {2**22 - 1} 0")
     only = start(patience=1.0)
     time.sleep(0.7)
     assert not (tmp_path / "note").exists(), "the other may live: its heartbeat decides"

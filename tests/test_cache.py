@@ -344,7 +344,7 @@ def test_gc_removes_what_no_living_process_holds(home):
         write_tokens(whole, 10)
     # Its builder died as it was to let go of its claim.
     late = home / f".{'3' * 16}.claim-builder"
-    late.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
+    late.write_text(f"{HOST_ID} {2**22 - 1} 0")
     running = [
         subprocess.Popen(
             [sys.executable, "-c", BUILDER, str(place)], stdout=subprocess.PIPE, cwd=ROOT

@@ -1,6 +1,5 @@
 """Several `plugsft prepare` make one data set; any of them may be killed."""
 
-import json
 import os
 import re
 import signal
@@ -132,7 +131,7 @@ def test_a_host_without_heartbeat_is_taken_over(many, tmp_path, monkeypatch):
     member = f".{first.name}.claim-elsewhere-7"
     shared = home / f".{first.name}.parts-shared"
     shared.mkdir(parents=True)
-    (home / member).write_text(json.dumps({"host": "elsewhere", "pid": 7, "at": 0}))
+    (home / member).write_text("elsewhere 7 0")
     (shared / ".data-03-000000000000.claim").write_text(member)
     (shared / ".data-05-000000000000.claim").touch()
     (shared / ".failed").write_text("rows of an earlier attempt")

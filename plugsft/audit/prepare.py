@@ -171,7 +171,7 @@ def _free_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -
     free = []
     for part, owner in owners.items():
         # A claim without text was created just now, or its owner died at that moment.
-        alive = claims.seems_alive(paths[part], "") if owner == "" else owner in living
+        alive = claims.seems_alive(paths[part]) if owner == "" else owner in living
         if owner not in (None, work.member):
             if alive:
                 continue

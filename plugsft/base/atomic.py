@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -173,32 +173,26 @@ def read_manifest(folder: Path) -> dict[Path, Stamp]:
     return stamps
 
 
-def damage(
-    folder: Path,
-    quick: bool = False,
-    share: tuple[int, int] = (0, 1),
-    names: Container[str] | None = None,
-) -> str | None:
+def damage(folder: Path, quick: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
     """Compare a published folder with its manifest; return what is wrong, or None.
 
     `quick` compares all sizes, but only the bytes of *.json and *.jinja. `share` is (rank, ranks):
-    each rank compares other files, about equal numbers of bytes. `names` selects files.
+    each rank compares other files, about equal numbers of bytes.
     """
     rank, ranks = share
     try:
         stamps = read_manifest(folder)
         total, before = sum(size for size, _ in stamps.values()), 0
         for path, (size, checksum) in sorted(stamps.items()):
-            name, middle, before = path.relative_to(folder), before + size / 2, before + size
-            skip = total and int(middle * ranks / total) != rank
-            if skip or (names is not None and str(name) not in names):
+            middle, before = before + size / 2, before + size
+            if total and int(middle * ranks / total) != rank:
                 continue
             if not path.is_file():
-                return f"{name} is missing"
+                return f"{path.relative_to(folder)} is missing"
             read = not quick or path.suffix in (".json", ".jinja")
             if path.stat().st_size != size or (read and file_digest(path) != checksum):
-                return f"{name} is not what was written"
-    except (OSError, ValueError, PlugsftError) as error:
+                return f"{path.relative_to(folder)} is not what was written"
+    except (OSError, ValueError) as error:
         return reason_of(error)
     return None if stamps else "its manifest lists no file"
 

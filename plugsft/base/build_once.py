@@ -6,7 +6,6 @@ A wrong hint does no harm: each process builds in a folder of its own, and the f
 complete gets the name. A process that goes on from another's files renames their folder first.
 """
 
-import json
 import os
 import threading
 import time
@@ -15,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from .atomic import (
     FINISHED_FILES,
@@ -58,44 +56,39 @@ class Claims:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._beats: dict[Path, tuple[Any, float]] = {}
+        self._beats: dict[Path, tuple[int, float]] = {}
 
     def path(self, name: str) -> Path:
         """Return the file of a claim."""
         return self.folder.with_name(f".{self.folder.name}.claim-{name}")
 
     def living(self) -> list[Path]:
-        """Return the claims of processes that seem alive; remove those of dead ones."""
-        found = []
-        for path in sorted(self.folder.parent.glob(self.path("*").name)):
-            text = text_of(path)
-            if text is not None and self.seems_alive(path, text):
-                found.append(path)
-            elif text is not None and text_of(path) == text:
+        """Find the claims of processes that seem alive; remove those of dead ones."""
+        paths = sorted(self.folder.parent.glob(self.path("*").name))
+        alive = {path: self.seems_alive(path) for path in paths}
+        for path in paths:
+            if not alive[path]:
                 path.unlink(missing_ok=True)
-        return found
+        return [path for path in paths if alive[path]]
 
-    def seems_alive(self, path: Path, text: str) -> bool:
+    def seems_alive(self, path: Path) -> bool:
         """Tell whether the process that wrote a file seems alive."""
-        with suppress(ValueError, TypeError, LookupError):
-            owner = json.loads(text)
-            if owner["host"] == HOST_ID and not is_alive(int(owner["pid"])):
-                return False
+        owner, now = (text_of(path) or "").split(), time.monotonic()
+        if len(owner) == 3 and owner[0] == HOST_ID and not is_alive(int(owner[1])):
+            return False
         try:
-            beat = (path.stat().st_mtime_ns, text)
+            beat = path.stat().st_mtime_ns
         except OSError:
             return True  # just removed: look again
         # Clocks differ between machines, so we measure how long we have seen no new heartbeat.
-        now = time.monotonic()
-        last, since = self._beats.setdefault(path, (beat, now))
-        if last != beat:
-            self._beats[path] = (beat, now)
-        return last != beat or now - since <= PATIENCE
+        if self._beats.get(path, (0, 0.0))[0] != beat:
+            self._beats[path] = beat, now
+        return now - self._beats[path][1] <= PATIENCE
 
     @contextmanager
     def hold(self, name: str) -> Iterator[Claim | None]:
         """Create a claim, and beat until the block ends; yield None if there is one."""
-        text = json.dumps({"host": HOST_ID, "pid": os.getpid(), "at": time.time_ns()})
+        text = f"{HOST_ID} {os.getpid()} {time.time_ns()}"
         own, stop = Claim(self.path(name), text), threading.Event()
         try:
             with own.path.open("x") as file:

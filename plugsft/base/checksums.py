@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from .errors import PlugsftError, reason_of
+from .errors import PlugsftError
 
 MIN_REMEMBERED_SIZE = 1 << 22
 """Bytes of the smallest file whose checksum is cached."""
@@ -41,12 +41,9 @@ def parse_checksummed(text: str) -> dict[str, Any]:
 def file_digest(path: Path) -> str:
     """Return a fast checksum of a file's bytes."""
     checksum = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                checksum.update(chunk)
-    except OSError as error:
-        raise PlugsftError(f"{path}: cannot be read ({reason_of(error)})") from error
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            checksum.update(chunk)
     return checksum.hexdigest()
 
 

@@ -69,24 +69,15 @@ def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
 
     The versions of bundled plugins are those of the stages.
     """
-    return {
-        name: {
-            "options": _token_options(plugin),
-            "source": "" if active.is_bundled(name) else active.source_digest(name),
-        }
-        for name, plugin in active.plugins.items()
-        if active.implements(name, hooks)
-    }
-
-
-def _token_options(plugin: Any) -> dict[str, Any]:
-    """Return the options of a plugin that affect tokens. Default: all."""
-    declared = contract_of(plugin).affects_tokens
-    return {
-        name: value
-        for name, value in options_of(plugin).items()
-        if declared is None or name in declared
-    }
+    versions = {}
+    for name, plugin in active.plugins.items():
+        if active.implements(name, hooks):
+            declared, options = contract_of(plugin).affects_tokens, options_of(plugin)
+            if declared is not None:
+                options = {key: value for key, value in options.items() if key in declared}
+            source = "" if active.is_bundled(name) else active.source_digest(name)
+            versions[name] = {"options": options, "source": source}
+    return versions
 
 
 def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..base.atomic import damage, is_published, list_checkpoints, parse_step, sw
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
 from ..base.machine import Machine
-from ..checkpoint.same_run import MAY_DIFFER, STATE, ensure_same_run
+from ..checkpoint.same_run import MAY_DIFFER, ensure_same_run
 from ..output.folder import (
     describe_results,
     ensure_ours,
@@ -113,8 +113,8 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
     else:
         return []
     for checkpoint in checkpoints:
-        # Later, each rank compares a share of the other files.
-        if damage(checkpoint, names={STATE}) is None:
+        # Later, each rank compares a share of the files.
+        if damage(checkpoint, quick=True) is None:
             ensure_same_run(checkpoint, recipe, active)
             break
     return checkpoints
