@@ -196,6 +196,11 @@ def other_facts(part, name, value):
     return harm
 
 
+def of_another_version(entry):
+    facts = parse_checksummed((entry / "facts.json").read_text())
+    (entry / "facts.json").write_text(json.dumps(add_checksum(facts | {"format": 7})))
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
@@ -203,7 +208,8 @@ def other_facts(part, name, value):
         (other_facts("shards", "file", "data-y.arrow"), "damaged: no such file or directory"),
         (other_facts("shards", "file", "../data-0.arrow"), "facts.json: damaged: it names ../data"),
         (other_facts("shards", "checksum", "0"), "arrow: damaged: its checksum is wrong"),
-        (lambda entry: (entry / "facts.json").write_text("{}"), "by another version of plugsft"),
+        (lambda entry: (entry / "facts.json").write_text("{}"), "facts.json: damaged"),
+        (of_another_version, "by another version of plugsft"),
         (lambda entry: (entry / "facts.json").write_text("[" * 10**5), "facts.json: damaged"),
         (
             lambda entry: (entry / "facts.json").unlink(),
@@ -410,19 +416,21 @@ def notes(home):
 def test_a_checksum_is_remembered_by_path_size_and_time(big, home, tmp_path):
     known = cached_file_digest(big)
     (note,) = notes(home)
-    note.write_text(note.read_text().replace(known, "remembered"))
-    assert cached_file_digest(big) == "remembered"
+    remembered = "0123456789abcdef" * 2
+    note.write_text(remembered)
+    assert cached_file_digest(big) == remembered
     other = tmp_path / "other.jsonl"
     shutil.copy2(big, other)
     assert cached_file_digest(other) == known, "another path"
     os.utime(big, (1e9, 1e9 + 1))
     assert cached_file_digest(big) == known, "another time"
-    note.write_text(note.read_text().replace(known, "remembered"))
+    os.utime(big, (1e9, 1e9))
     shutil.copy2(big, other)
     other.replace(big)
     assert cached_file_digest(big) == known, "another file in its place"
-    note.write_text("{")
-    assert cached_file_digest(big) == known
+    for note in notes(home):
+        note.write_text(known[:9])
+    assert cached_file_digest(big) == known, "a note that was cut short"
     with big.open("ab") as file:
         file.write(b"b")
     os.utime(big, (1e9, 1e9 + 1))

@@ -14,6 +14,8 @@ from .errors import PlugsftError
 
 MIN_REMEMBERED_SIZE = 1 << 22
 """Bytes of the smallest file whose checksum is cached."""
+DIGITS = 32
+"""Length of a checksum."""
 SETTLED_SECONDS = 2.0
 """A file changed less than this many seconds ago may change again with the same time."""
 
@@ -67,16 +69,15 @@ def cached_file_digest(path: Path) -> str:
     if stat.st_size < MIN_REMEMBERED_SIZE:
         return file_digest(path)
     identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    entry_file = cache_folder() / "files" / f"{digest({'path': identity[0]})}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        entry = json.loads(entry_file.read_text())
-        if entry["identity"] == identity:
-            return str(entry["digest"])
+    note = cache_folder() / "files" / digest({"file": identity})
+    with suppress(OSError):
+        known = note.read_text(errors="replace")
+        if len(known) == DIGITS:  # else a killed process left it
+            return known
     checksum = file_digest(path)
     if now - stat.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
-            entry_file.parent.mkdir(parents=True, exist_ok=True)
-            entry_file.unlink(missing_ok=True)  # it may be a link to a user's file
-            # A torn file is not JSON: its reader computes the checksum again.
-            entry_file.write_text(json.dumps({"identity": identity, "digest": checksum}))
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.unlink(missing_ok=True)  # it may be a link to a user's file
+            note.write_text(checksum)
     return checksum

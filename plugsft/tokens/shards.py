@@ -139,23 +139,19 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
 def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
     """Give a shard the columns of all shards: floats for integers, and the weight 1."""
     schema, batch = shard_schema(types), _read_batch(path)
-    columns = [_column(batch, field) for field in schema]
-    _write_batch(path, pa.record_batch(columns, schema=schema))
-
-
-def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    if field.name not in batch.schema.names:
-        # But for the weight, only a shard without examples lacks a column.
-        return _arrow(np.ones(len(batch))).cast(field.type)
-    return batch[field.name].cast(field.type)
+    # But for the weight, only a shard without examples lacks a column.
+    columns = {name: _arrow(np.ones(len(batch))) for name in types}
+    columns |= {name: batch[name] for name in batch.schema.names}
+    casts = [columns[field.name].cast(field.type) for field in schema]
+    _write_batch(path, pa.record_batch(casts, schema=schema))
 
 
 def read_facts(text: str) -> dict[str, Any]:
     """Parse facts.json; raise ValueError if it is damaged."""
-    facts = json.loads(text)
-    if isinstance(facts, dict) and facts.get("format") != FORMAT:
+    facts = parse_checksummed(text)
+    if facts.get("format") != FORMAT:
         raise ValueError("it was written by another version of plugsft")
-    return parse_checksummed(text)
+    return facts
 
 
 def count_true(values: NDArray[np.bool_], counts: Ints) -> Ints:

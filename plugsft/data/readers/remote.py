@@ -34,8 +34,10 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSIONS = ("etag", "last-modified", "lastmodified", "mtime", "updated", "md5hash", "blob_id")
 """What an object store says of an object's content, in small letters; the first is taken."""
 TRIES, TIMEOUT = 5, 60
-PASSING = re.compile("Connection|Incomplete|Timeout|ResponseStream")
+PASSING = re.compile("Connection|Disconnect|Incomplete|ResponseStream|SSL|Timeout|URLError")
 """In the names of errors that may pass: each store has types of its own."""
+BUSY = (408, 429, 500, 502, 503, 504)
+"""A web server's answers that may pass."""
 UNQUOTED = "%/:=&?~#+!$,;'@()*[]"
 """Letters of an address that have a meaning, or are quoted already."""
 GZIP = b"\x1f\x8b"
@@ -184,18 +186,11 @@ def asked(work: Callable[[], T], where: str) -> T:
         except DataError:
             raise
         except Exception as error:
-            if not _may_pass(error):
+            busy = getattr(error, "code", None) in BUSY
+            if not (busy or PASSING.search(type(error).__name__)):
                 raise _refusal(error, where) from error
             last = error
     raise DataError(f"{where}: cannot be read after {TRIES} tries: {last}") from last
-
-
-def _may_pass(error: Exception) -> bool:
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code in (408, 429)
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    return isinstance(error, OSError) or PASSING.search(type(error).__name__) is not None
 
 
 def _refusal(error: Exception, where: str) -> DataError:
