@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..base.atomic import HOST_ID, IsComplete, remove, write_text
+from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
 from ..base.build_once import BUILDER, Claim, Claims, build_folders, take_over, text_of
 from ..base.console import format_count, say
 from ..base.errors import DataError, RecipeError
@@ -88,14 +88,16 @@ class SharedShardWriter(ShardWriter):
 
 
 def share_slices(
-    work: ShardWriter, sources: Sequence[OpenSource], claims: Claims, is_complete: IsComplete
+    work: ShardWriter, sources: Sequence[OpenSource], folder: Path, is_complete: IsComplete
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
-    slices, folder = work.cut(sources), claims.folder
+    slices, claims = work.cut(sources), Claims(folder)
     try:
-        with _join(claims) as member:
-            if member is not None and not is_complete(folder):
-                _share_as(member, slices, work, claims)
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _join(claims) as member:
+                if member is not None and not is_complete(folder):
+                    _share_as(member, slices, work, claims)
     except Exception:
         # The last member to leave sees no other.
         if not claims.living():

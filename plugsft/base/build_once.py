@@ -116,23 +116,12 @@ class Claims:
                 yield own
 
 
-def once(
-    folder: Path,
-    is_complete: IsComplete = is_whole,
-    *,
-    fill: Fill,
-    share: Callable[[Claims, IsComplete], None] | None = None,
-) -> bool:
-    """Build a folder in one of the calling processes, if it is not complete; True in that one.
-
-    Before, each process calls `share`, if there is one, to build parts together with the others.
-    """
+def once(folder: Path, is_complete: IsComplete = is_whole, *, fill: Fill) -> bool:
+    """Build a folder in one of the calling processes, if it is not complete; True in that one."""
     claims = Claims(folder)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         while not is_complete(folder):
-            if share:
-                share(claims, is_complete)
             with claims.build() as own:
                 if own is None:
                     say_once(f"waiting for another process, which makes {folder}")

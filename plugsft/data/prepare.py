@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.atomic import IsComplete
-from ..base.build_once import Claims, once
+from ..base.atomic import IsComplete, is_whole
+from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, hide_query, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
@@ -118,8 +118,8 @@ class OpenData:
     """Folder of a tokenizer that was trained on the data."""
 
 
-ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Claims, IsComplete], None] | None
-"""Prepares slices together with other processes."""
+ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
+"""Prepares slices of a folder's tokens together with other processes."""
 
 
 @dataclass
@@ -292,8 +292,11 @@ def _prepare_tokens(
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
 
-    share = share_slices and partial(share_slices, work, sources)
-    build = partial(once, fill=fill, share=share)
+    def build(folder: Path, is_complete: IsComplete = is_whole) -> bool:
+        if share_slices and not is_complete(folder):
+            share_slices(work, sources, folder, is_complete)
+        return once(folder, is_complete, fill=fill)
+
     tokens = _name_sources(
         active.hooks.cache(key=key, build=build, read=partial(Tokens, cached=True)), work
     )
