@@ -138,7 +138,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _error_number(error: Exception, path: Path) -> int | None:
-    """Return the system's error number if an error is about writing to a path or its folder."""
+    """Find the system's error number, if an error is about writing to a path or its folder."""
     if not isinstance(error, OSError) or error.errno is None:
         found = ERROR_NUMBER.search(str(error))
         return int(found[1]) if found else None
@@ -206,7 +206,7 @@ def warn_of_changes(folder: Path) -> None:
 
 
 def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
-    """Return files that plugsft did not write; with `sized`, also files of another size."""
+    """Find files that plugsft did not write; with `sized`, also files of another size."""
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
@@ -242,7 +242,7 @@ def discard(folder: Path) -> None:
 
 
 def temporary_ending() -> str:
-    """Return the end of a temporary name: it names this process, so that `sweep` knows its end."""
+    """End a temporary name: it names this process, so that `sweep` knows when it has died."""
     # Processes of two hosts may have the same number.
     return f".{HOST_ID}-{os.getpid()}.tmp"
 
@@ -305,7 +305,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return a file's size and checksum, as a manifest lists it."""
+    """Measure a file as a manifest lists it: its size and checksum."""
     return (path.stat().st_size, file_digest(path))
 
 
@@ -319,17 +319,17 @@ def sync(path: Path) -> None:
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after a step."""
+    """Name the folder of the checkpoint after a step."""
     return checkpoints / f"step-{step:06d}"
 
 
 def parse_step(path: Path) -> int | None:
-    """Return the step of a checkpoint folder; None for any other name."""
+    """Read the step from the name of a checkpoint folder; None for any other name."""
     match = STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints of a run, in the order of their steps; each may be damaged."""
+    """List the checkpoints of a run, in the order of their steps; each may be damaged."""
     steps = [(parse_step(path), path) for path in checkpoints.glob("step-*/")]
     return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]

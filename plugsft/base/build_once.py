@@ -59,7 +59,7 @@ class Claims:
         self._beats: dict[Path, tuple[int, float]] = {}
 
     def path(self, name: str) -> Path:
-        """Return the file of a claim."""
+        """Name the file of a claim."""
         return self.folder.with_name(f".{self.folder.name}.claim-{name}")
 
     def living(self) -> list[Path]:
@@ -132,7 +132,7 @@ def once(folder: Path, is_complete: IsComplete = is_whole, *, fill: Fill) -> boo
 
 
 def build_folders(folder: Path) -> list[Path]:
-    """Return the folders in which living or dead processes build a folder, the oldest first."""
+    """Find where living or dead processes build a folder, the oldest first."""
     return sorted(folder.parent.glob(f".{folder.name}.parts-*"))
 
 
@@ -147,7 +147,7 @@ def take_over(folders: list[Path], building: Path) -> None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a claim; None if it does not exist."""
+    """Read a claim; None if it does not exist."""
     with suppress(OSError):
         return path.read_text(errors="replace")
     return None

@@ -21,12 +21,12 @@ SETTLED_SECONDS = 2.0
 
 
 def digest(key: dict[str, Any]) -> str:
-    """Return a short name for a key; the same in every process."""
+    """Make a short name for a key; the same in every process."""
     return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def add_checksum(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return facts with their checksum, for a JSON file."""
+    """Add the checksum of facts, for a JSON file."""
     # JSON turns keys into strings and tuples into lists.
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain | {"checksum": digest(plain)}
@@ -41,7 +41,7 @@ def parse_checksummed(text: str) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """Return a fast checksum of a file's bytes."""
+    """Make a fast checksum of a file's bytes."""
     checksum = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -50,7 +50,7 @@ def file_digest(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache, which runs share."""
+    """Find the folder of the cache, which runs share."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.expanduser(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft")
     if folder.startswith("~"):
@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def cached_file_digest(path: Path) -> str:
-    """Return a file's checksum, from the cache if path, size and time are unchanged."""
+    """Make a file's checksum, or remember it if path, size, time and inode are unchanged."""
     now, stat = time.time(), path.stat()
     if stat.st_size < MIN_REMEMBERED_SIZE:
         return file_digest(path)

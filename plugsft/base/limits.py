@@ -49,7 +49,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, most: int) -> Any:
-    """Return a value of dicts and lists; raise ValueError if it is nested too deeply."""
+    """Pass a value of dicts and lists; raise ValueError if it is nested too deeply."""
     level, depth = [value], 0
     while level := [child for container in level for child in _containers(container)]:
         depth += 1
@@ -78,7 +78,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file that another file of its folder names; refuse one outside.
+    """Find a file that another file of its folder names; refuse one outside.
 
     Someone else may have written that file: a manifest, an index of weights.
     """
@@ -89,7 +89,7 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def _containers(container: Any) -> list[Any]:
-    """Return the dicts and lists directly inside a dict or list."""
+    """List the dicts and lists directly inside a dict or list."""
     if isinstance(container, Mapping):
         container = list(container.values())
     if not isinstance(container, list):

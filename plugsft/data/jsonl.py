@@ -33,7 +33,7 @@ class JsonLines:
         return len(self.offsets) - 1
 
     def part(self, start: int, stop: int) -> "JsonLines":
-        """Return a range of the rows."""
+        """Cut a range of the rows."""
         return JsonLines(self.path, self.offsets[start : stop + 1])
 
     def read(self, start: int, stop: int) -> list[Row | str]:
@@ -45,11 +45,11 @@ class JsonLines:
             return [_parse(file.read(length)) for length in np.diff(offsets).tolist()]
 
     def sizes(self) -> Ints:
-        """Return the bytes of each row."""
+        """Count the bytes of each row, and of the blank lines behind it."""
         return np.diff(self.offsets)
 
     def line_numbers(self, rows: Sequence[int]) -> list[int]:
-        """Return the lines of rows in the file, counting from 1, in rising order."""
+        """Count the lines before rows, as an editor does, from 1; in rising order."""
         lines, line, position = [], 1, 0
         with self.path.open("rb") as file:
             for start in sorted(self.offsets[list(rows)].tolist()):
@@ -72,7 +72,7 @@ class RowList:
         return len(self.rows)
 
     def part(self, start: int, stop: int) -> "RowList":
-        """Return a range of the rows."""
+        """Cut a range of the rows."""
         return RowList(self.rows[start:stop], self.size)
 
     def read(self, start: int, stop: int) -> list[Row | str]:
@@ -80,7 +80,7 @@ class RowList:
         return [row if isinstance(row, dict) else NO_OBJECT for row in self.rows[start:stop]]
 
     def sizes(self) -> Ints:
-        """Return the average size of a row in bytes, for each row."""
+        """Count each row as the average one."""
         return np.full(len(self), self.size)
 
 
@@ -94,7 +94,7 @@ class JoinedRows:
         return sum(map(len, self.parts))
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows: of one of the parts, where it lies in one."""
+        """Cut a range of the rows; where it lies in one part, its lines can be named."""
         cut = [*self._cut(start, stop)]
         return cut[0] if len(cut) == 1 else JoinedRows(cut)
 
@@ -103,7 +103,7 @@ class JoinedRows:
         return [row for part in self._cut(start, stop) for row in part.read(0, len(part))]
 
     def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
+        """Join the sizes of the parts."""
         return np.concatenate([np.zeros(0, np.int64), *(rows.sizes() for rows in self.parts)])
 
     def _cut(self, start: int, stop: int) -> Iterator[Rows]:

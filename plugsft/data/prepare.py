@@ -56,7 +56,7 @@ tests/test_preparation_versions.py fails if an output has changed and its versio
 
 
 def token_plugins(active: Active) -> dict[str, dict[str, Any]]:
-    """Return the plugins that affect tokens, with their options."""
+    """Name the plugins that affect tokens, with their options: workers make them again."""
     return {
         name: options_of(plugin)
         for name, plugin in active.plugins.items()
@@ -65,7 +65,7 @@ def token_plugins(active: Active) -> dict[str, dict[str, Any]]:
 
 
 def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
-    """Return options and source version of the plugins that implement any of some hooks.
+    """Name what makes a plugin of some hooks give other tokens: its options, and its source.
 
     The versions of bundled plugins are those of the stages.
     """
@@ -81,7 +81,7 @@ def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
 
 
 def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:
-    """Return everything that the tokens depend on, and nothing else."""
+    """Name everything that the tokens depend on, and nothing else."""
     tokenizer = work.tokenizer
     return {
         "format": FORMAT,
@@ -98,7 +98,7 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
 
 
 def template_key(tokenizer: Tokenizer) -> str:
-    """Return the part of the key that names the chat template."""
+    """Name the chat template, and how its tokenizer reads it."""
     parts = {
         "template": tokenizer.chat_template,
         "blocks": tokenizer.honours_blocks,
@@ -151,7 +151,7 @@ def _describe_tokens(tokens: Tokens) -> str:
 
 
 def prepare(recipe: Recipe, active: Active, share: ShareSlices = None) -> Prepared:
-    """Return the training tokens, the evaluation tokens and the tokenizer."""
+    """Open the sources, and turn their rows into tokens, or find these."""
     data = open_data(recipe, active)
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
@@ -190,7 +190,7 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
 
 
 def day_of(recipe: Recipe) -> str:
-    """Return the day that a template with a date writes: the first day of the run, or today."""
+    """Choose the day that a template with a date writes: the first day of the run, or today."""
     day: Any = ""
     with suppress(OSError, ValueError, LookupError, TypeError):
         day = read_json_object(recipe.folder / "run.json")["data"]["key_parts"]["day"]
@@ -228,7 +228,7 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
 
 
 def make_renderer(recipe: Recipe, active: Active) -> Render:
-    """Return the function that renders the text to train a tokenizer on."""
+    """Make the function that renders the text to train a tokenizer on."""
     names = [source.source for source in recipe.data.all_sources()]
 
     def render_source(rows: list[Row], source: int, tokenizer: Tokenizer) -> Rendered:

@@ -123,7 +123,7 @@ class ShardWriter:
         return slices_of(sources, self.data)
 
     def path(self, part: Slice) -> Path:
-        """Return the file of a slice's shard; its facts are in a .json file of the same name."""
+        """Name the file of a slice's shard; its record is a .json file of the same name."""
         return self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
 
     def where(self, part: Slice) -> str:
@@ -157,7 +157,7 @@ class ShardWriter:
         return source.source + ("" if source.split == "train" else f" (split {source.split})")
 
     def finished(self, part: Slice) -> Shard | None:
-        """Return the shard of a slice if a killed build has left it complete."""
+        """Find the shard of a slice if a killed build has left it complete."""
         path = self.path(part)
         try:
             shard = Shard(**parse_checksummed(path.with_suffix(".json").read_text()))
@@ -212,7 +212,7 @@ class ShardWriter:
         return make_examples(encoded, mask, rendered, row_numbers, self.data, shard)
 
     def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
-        """Return the numbers of the rows that can be read, and the rows."""
+        """Read the rows that can be read, with their numbers."""
         numbers, rows = list[int](), list[Row]()
         for number, row in enumerate(part.rows.read(0, len(part.rows)), part.start):
             if isinstance(row, str):
@@ -278,7 +278,7 @@ def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int =
 
 
 def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
-    """Return what to do about bad rows; with `drop`, how to train without them."""
+    """Say what to do about bad rows; with `drop`, how to train without them."""
     first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
     if not bad:
         first = "Raise data.max_length"
@@ -294,12 +294,12 @@ def describe_warnings(warnings: Mapping[str, Counted], rows: Rows | None = None)
 
 
 def counted(rows: list[int]) -> Counted:
-    """Return the number of rows, and the first of them."""
+    """Count rows, and keep the first of them: a data set may have millions."""
     return {"count": len(rows), "rows": rows[:10]}
 
 
 def merge(shards: Sequence[Shard]) -> Shard:
-    """Return the facts of several shards as those of one."""
+    """Add up shards, for messages and records."""
     total = Shard("")
     for shard in shards:
         total.rows += shard.rows
@@ -374,7 +374,7 @@ def make_examples(
 
 
 def examples_of(rendered: Rendered) -> tuple[Ints, Ints]:
-    """Return the first text of each example, and its number of texts.
+    """Find the first text of each example, and its number of texts.
 
     The texts of an example follow each other, and so do the examples of a row.
     """
@@ -403,19 +403,19 @@ def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:
-    """Return for each row whether the value of any of its texts is true."""
+    """Find the examples of which any text has a true value."""
     return count_true(values, num_texts) > 0
 
 
 def trained_mask(encoded: Encoded, rendered: Rendered) -> Mask:
-    """Return whether each token is a target."""
+    """Mark the tokens that are targets."""
     mask = target_mask(encoded, rendered.texts, rendered.spans)
     align_pairs(encoded, rendered, mask)
     return mask
 
 
 def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:
-    """Return whether a span of characters touches each token; never a text's first token."""
+    """Mark the tokens that a span of characters touches; never a text's first token."""
     starts, stops, owners, position = [], [], [], 0
     for number, (text, text_spans) in enumerate(zip(texts, spans, strict=True)):
         done = 0

@@ -191,7 +191,7 @@ def ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
 
 
 def read_lead_row(rows: Rows, data: Data) -> Row:
-    """Return one of a source's first rows: all its rows are read as it is."""
+    """Choose one of a source's first rows: all its rows are read as it is."""
     return lead_row(rows.read(0, FIRST_ROWS), data)
 
 
@@ -209,7 +209,7 @@ def slices_of(sources: Sequence[Rows], data: Data) -> list[Slice]:
 
 
 def share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell from the facts of two sources whether they have a row in common."""
+    """Compare the facts of two sources, so that neither is read for it."""
     return os.path.realpath(one["name"]) == os.path.realpath(other["name"]) and any(
         split == other_split and max(start, other_start) < min(stop, other_stop)
         for split, start, stop in one["rows"]

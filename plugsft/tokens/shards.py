@@ -76,7 +76,7 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
 
 
 def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) -> NDArray[np.int32]:
-    """Return the length of the untrained prefix that both sequences of each example share."""
+    """Measure the untrained prefix that both sequences of each example share."""
     lengths = np.zeros(len(examples.num_sequences), np.int32)
     for number in np.flatnonzero(examples.num_sequences == 2).tolist():
         start, stop = int(offsets[number]), int(offsets[number + 1])
@@ -88,7 +88,7 @@ def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) ->
 def shared_prefix(
     ids: NDArray[np.int32], mask: NDArray[np.bool_], start: int, middle: int, stop: int
 ) -> int:
-    """Return the length of the untrained prefix that two adjacent sequences share."""
+    """Measure the untrained prefix that two adjacent sequences share."""
     longest = min(middle - start, stop - middle)
     first, second = slice(start, start + longest), slice(middle, middle + longest)
     differs = (ids[first] != ids[second]) | mask[first] | mask[second]
@@ -170,7 +170,7 @@ def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
 
 
 def _arrow(values: NDArray[Any]) -> pa.Array:
-    """Return values as an Arrow array; pa.array() would import pandas, which takes 0.5 s."""
+    """Wrap values for Arrow; pa.array() would import pandas, which takes 0.5 s."""
     if values.dtype == np.bool_:
         dtype, data = pa.bool_(), np.packbits(values, bitorder="little")
     else:
@@ -179,23 +179,23 @@ def _arrow(values: NDArray[Any]) -> pa.Array:
 
 
 def numpy_of(array: pa.Array) -> NDArray[Any]:
-    """Return a view of an Arrow array of numbers; the view of a damaged array is shorter."""
+    """View an Arrow array of numbers; the view of a damaged array is shorter."""
     values = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
     return values[array.offset : array.offset + len(array)]
 
 
 def offsets_of(counts: Any) -> Ints:
-    """Return the offset at which each list begins, and the end of the last one."""
+    """Find the offset at which each list begins, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 def places_of(counts: Ints) -> Ints:
-    """Return the place of each value in its list."""
+    """Count the values before each value in its list."""
     return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1], counts)
 
 
 def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> dict[str, NDArray[Any]]:
-    """Return the columns of the index, read from a shard."""
+    """Read from a shard what the index repeats, so that planning opens no shard."""
     batch = _read_batch(path)
     ends = numpy_of(batch["input_ids"].offsets)
     lengths = batch["lengths"]

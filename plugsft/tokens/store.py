@@ -84,11 +84,11 @@ class Tokens:
         return len(self.lengths)
 
     def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens of one example and their loss mask."""
+        """Read the tokens of one example and their loss mask."""
         return self.gather(np.array([number]))
 
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the concatenated tokens of examples and their loss mask."""
+        """Read the tokens of examples, one after the other, and their loss mask."""
         numbers, skips, lengths = examples, np.zeros_like(examples), self.lengths[examples]
         if self._spans is not None:
             numbers, skips, lengths = (column[examples].ravel() for column in self._spans)
@@ -111,18 +111,18 @@ class Tokens:
         return np.concatenate(ids_parts), np.concatenate(masks)
 
     def weights(self, examples: Ints) -> NDArray[np.float32]:
-        """Return what the losses of examples are multiplied with: the column `weight`, or 1."""
+        """Look up what the losses of examples are multiplied with: the column `weight`, or 1."""
         weights = self.columns.get(WEIGHT)
         if weights is None:
             return np.ones(len(examples), np.float32)
         return weights[examples].astype(np.float32)
 
     def weighted(self, examples: Ints) -> Ints:
-        """Return the examples but those of weight 0, which no step computes: 0 x inf is NaN."""
+        """Leave out examples of weight 0, which no step computes: 0 x inf is NaN."""
         return examples[self.weights(examples) > 0] if WEIGHT in self.columns else examples
 
     def divisor(self, examples: "Ints | slice" = slice(None)) -> float:
-        """Return the divisor of the loss of examples: the sum of weight x denominator."""
+        """Add up weight x denominator of examples: the divisor of their loss."""
         denominators, weights = self.denominators[examples], self.columns.get(WEIGHT)
         if weights is None:
             return int(denominators.sum())
@@ -130,7 +130,7 @@ class Tokens:
         return math.fsum((denominators * weights[examples]).tolist())
 
     def plan_columns(self) -> dict[str, NDArray[Any]]:
-        """Return the columns that `plan_batches` gets: these, and the shapes of examples."""
+        """Collect the columns that `plan_batches` gets: these, and the shapes of examples."""
         first, second = self.lengths, np.zeros_like(self.lengths)
         if self.facts["pairs"]:
             first, second = self._first_lengths, self.lengths - self._first_lengths
@@ -142,7 +142,7 @@ class Tokens:
         return {**self.columns, **shapes}
 
     def sequences(self, examples: Ints) -> tuple[Ints, Ints]:
-        """Return the length of each sequence, and of the shared prompt that it attends to.
+        """Measure each sequence, and the shared prompt that it attends to.
 
         The shared prompt of a rejected answer is the beginning of the sequence before it.
         """
@@ -155,16 +155,16 @@ class Tokens:
         return counts, np.stack([np.zeros_like(seen), seen], 1)[exists]
 
     def sequence_targets(self, examples: Ints) -> Ints:
-        """Return the number of targets of each sequence."""
+        """Count the targets of each sequence."""
         return count_true(self.gather(examples)[1], self.sequences(examples)[0])
 
     def source_of(self, number: int) -> tuple[int, int]:
-        """Return the source of an example, and its row in the source."""
+        """Find the source of an example, and its row there."""
         source = int(np.searchsorted(self._source_offsets(), number, "right")) - 1
         return source, int(self.rows[number])
 
     def _source_offsets(self) -> Ints:
-        """Return where the examples of each source begin, and their number."""
+        """Find where the examples of each source begin, and their number."""
         return offsets_of([source["examples"] for source in self.facts["sources"]])
 
     def _open_shard(self, shard: int) -> Views:

@@ -23,7 +23,7 @@ class DatasetRows:
         return len(self._data)
 
     def part(self, start: int, stop: int) -> "DatasetRows":
-        """Return a range of the rows; another process maps the same files."""
+        """Cut a range of the rows; another process maps the same files."""
         return DatasetRows(self._data.select(range(start, stop)))
 
     def read(self, start: int, stop: int) -> list[Row | str]:
@@ -32,7 +32,7 @@ class DatasetRows:
         return [without_none(row) for row in table.to_pylist()]
 
     def sizes(self) -> Ints:
-        """Return the average size of a row in bytes, for each row."""
+        """Count each row as the average one."""
         data = self._valid(self._data.data, False)
         return np.full(len(self), data.nbytes // max(1, len(self)))
 

@@ -136,7 +136,7 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def path_of(url: str) -> str:
-    """Return the path of an address, without the query of a web address."""
+    """Leave out the query of a web address, which may end in anything."""
     return urlsplit(url).path if url.startswith("http") else url
 
 
@@ -226,7 +226,7 @@ class ParquetRows:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> "ParquetRows":
-        """Return a range of the rows."""
+        """Cut a range of the rows."""
         stop = min(self.start + stop, self.stop)
         return replace(self, start=self.start + start, stop=stop)
 
@@ -241,7 +241,7 @@ class ParquetRows:
         return [without_none(row) for row in rows]
 
     def sizes(self) -> Ints:
-        """Return the average size of a row in bytes, for each row."""
+        """Count each row as the average one."""
         return np.full(len(self), self.size)
 
 
