@@ -17,6 +17,7 @@ from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .checkpoint.final_model import save_model
+from .checkpoint.same_run import WEIGHT_FILES
 from .checkpoint.save import Checkpoints
 from .checkpoint.state import TrainState
 from .data.defaults import DataDefaults
@@ -114,7 +115,7 @@ class OpenRun:
         # What a resume must find again: a checkpoint has neither rows nor frozen weights.
         inputs = {
             "the data, its options or the tokenizer": self.tokens.facts["index"],
-            "the weights in the model's files": self.loaded.files,
+            WEIGHT_FILES: self.loaded.files,
         }
         state = TrainState(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
@@ -265,7 +266,8 @@ class OpenRun:
         keep_best = self.recipe.checkpoint.keep_best
 
         def work() -> Path:
-            save_model(self.accelerator, self.weights, self.tokenizer, self.recipe)
+            files = self.loaded.files
+            save_model(self.accelerator, self.weights, self.tokenizer, self.recipe, files)
             return folder
 
         if keep_best and best is None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from plugsft.base.atomic import damage
 from plugsft.base.errors import PlugsftError
 from plugsft.commands.model import export
+from plugsft.export.chat import load as load_speaker
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -82,7 +83,8 @@ def test_merging_reports_the_share_of_the_adapters_effect_that_the_written_file_
     )
     plain.save_pretrained(base)
     adapters = tmp_path / "adapters"
-    shutil.copytree(run / "model", adapters, ignore=shutil.ignore_patterns("manifest.json"))
+    ignored = shutil.ignore_patterns("manifest.json", "base_model.json")
+    shutil.copytree(run / "model", adapters, ignore=ignored)
     (adapters / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(base)})
     )
@@ -269,6 +271,27 @@ def test_adapters_whose_base_is_gone_or_of_another_kind(run, tmp_path):
     (run / "model/manifest.json").unlink()
     path.write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(PlugsftError, match=r"adapters are for is gone: .*gone; move it back"):
+        export(run, True, None)
+
+
+def test_adapters_are_not_put_onto_a_base_that_has_changed_since(run, tmp_path):
+    path = run / "model/adapter_config.json"
+    config = json.loads(path.read_text())
+    base = shutil.copytree(config["base_model_name_or_path"], tmp_path / "base")
+    (run / "model/manifest.json").unlink()
+    path.write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    assert load_speaker(run / "model"), "it may lie elsewhere"
+    for folder in (base, next(run.glob("scratch/model-*"))):
+        tensors = load_file(folder / "model.safetensors")
+        other = {name: one + 1 for name, one in tensors.items()}
+        save_file(other, folder / "model.safetensors", {"format": "pt"})
+    changed = f"was trained on other weights than those of {base}: its files have changed since"
+    with pytest.raises(PlugsftError, match=changed):
+        export(run, True, None)
+    with pytest.raises(PlugsftError, match=changed):
+        load_speaker(run / "model")
+    shutil.rmtree(run / "model")  # now of the checkpoint
+    with pytest.raises(PlugsftError, match="its files have changed since; put the old ones back"):
         export(run, True, None)
 
 

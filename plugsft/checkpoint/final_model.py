@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..base.atomic import publish
+from ..base.atomic import publish, write_json
 from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
@@ -21,6 +21,9 @@ from ..ranks.agree import agreed
 from ..ranks.weights import Weights
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
+
+BASE = "base_model.json"
+"""File in a folder of adapters: the checksum of their base model's files."""
 
 
 def ensure_saveable(model: Any) -> None:
@@ -50,9 +53,16 @@ def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_model(
-    accelerator: Accelerator, held: Weights, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+    accelerator: Accelerator,
+    held: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    base: str,
 ) -> None:
-    """Publish the trained model after comparing the files with the weights."""
+    """Publish the trained model after comparing the files with the weights.
+
+    `base` is the checksum of the files that the model was loaded from: adapters go with these.
+    """
     plain: Any = held.plain
     # The folder of an adapter holds what was trained; its base stays where it is.
     dtype = getattr(torch, recipe.model.dtype)
@@ -77,6 +87,7 @@ def save_model(
                     plain.config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
                 if adapter:
+                    write_json(folder / BASE, {"files": base})
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:

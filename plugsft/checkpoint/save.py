@@ -249,11 +249,6 @@ class Checkpoints:
             agreed(f"reading {path.name}"),
         ):
             saved = ensure_same_run(path, self._recipe, self._active, self._inputs)
-            if not 0 < saved["step"] <= self._steps:
-                raise CheckpointError(
-                    f"{path / STATE}: is of step {saved['step']}, and the run has "
-                    f"{self._steps}; resume from another checkpoint (--resume-from)"
-                )
             self._active.load_state_dicts(self._state.restore(reader, saved, goes_on))
         return saved
 
@@ -284,20 +279,22 @@ def ensure_one_output(recipe: Recipe) -> None:
 
 def find_difference(described: Mapping[str, Any]) -> str:
     """Name the first part of the state in which a rank differs from the main process."""
-    paths = gathered(first_difference(from_main(described), described))
-    return f"{next(filter(None, paths))} differs between ranks"
+    own = dict(leaves(described))
+    main = from_main(own)
+    differing = [path for path in {**main, **own} if main.get(path) != own.get(path)]
+    first = next(filter(None, gathered(differing[:1])))
+    return f"{first[0]} differs between ranks"
 
 
-def first_difference(one: Any, other: Any) -> str:
-    """Return the path to the first difference between two descriptions, or ""."""
-    if isinstance(one, list) and isinstance(other, list):
-        one, other = dict(enumerate(one)), dict(enumerate(other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in {**one, **other}:
-            # NaN differs from itself, but not as text.
-            if json.dumps(one.get(key)) != json.dumps(other.get(key)):
-                return f"{key}/{first_difference(one.get(key), other.get(key))}".rstrip("/")
-    return ""
+def leaves(described: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each value: as text, NaN equals itself."""
+    if isinstance(described, list):
+        described = dict(enumerate(described))
+    if isinstance(described, Mapping) and described:
+        for key, value in described.items():
+            yield from leaves(value, f"{path}/{key}" if path else str(key))
+    else:
+        yield path, json.dumps(described)
 
 
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:

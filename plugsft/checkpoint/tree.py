@@ -93,10 +93,6 @@ class Encoder:
                 f"{where_in_plugin(name)} is a slice of '{weight}', and the model has no weight of "
                 "that name"
             )
-        if not isinstance(values, Tensor):
-            raise PluginError(
-                f"{where_in_plugin(name)} is a WeightSlice whose values are no tensor"
-            )
         if values.shape != (shape := local_values(self.weights[weight]).shape):
             raise PluginError(
                 f"{where_in_plugin(name)} has shape {[*values.shape]}; this rank's slice of "
@@ -195,8 +191,8 @@ def _part(key: Any) -> str:
 
 def _is_like(tensor: Any, weight: Any) -> bool:
     """Tell whether a tensor has its weight's shape, and the ranks the same parts of both."""
-    placements = (getattr(it, "placements", None) for it in (tensor, weight))
-    return tensor.shape == weight.shape and len({*placements}) == 1
+    parts, of_weight = (getattr(it, "placements", None) for it in (tensor, weight))
+    return tensor.shape == weight.shape and parts == of_weight
 
 
 def _kind(value: Any) -> str:

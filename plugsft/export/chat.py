@@ -27,6 +27,7 @@ from ..output.folder import ADAPTER, base_model
 from .answers import Answers
 from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization
+from .verified import ensure_same_base
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -110,6 +111,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if adapted:
         place, revision = base_model(folder)
         ensure_safetensors(place, revision)
+        ensure_same_base(folder, place, revision)
         options |= {"revision": revision or "main"} | quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)

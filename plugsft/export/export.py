@@ -16,14 +16,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..base.atomic import MANIFEST, publish, temporary_ending
+from ..base.atomic import MANIFEST, publish, temporary_ending, write_json
 from ..base.checksums import file_digest
 from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..checkpoint.files import ShardReader
-from ..checkpoint.same_run import STATE, read_json
+from ..checkpoint.final_model import BASE
+from ..checkpoint.same_run import STATE, WEIGHT_FILES, read_json
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
@@ -39,7 +40,7 @@ from ..registry.load import load
 from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
 from .hub import add_card, run_of
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
-from .verified import source_of
+from .verified import ensure_same_base, ensure_same_files, source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -160,6 +161,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
         raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
     base, revision = base_model(folder)
     ensure_safetensors(base, revision)
+    ensure_same_base(folder, base, revision)
     quantized, trained = quantization(folder), None
     try:
         options: dict[str, Any] = {
@@ -260,14 +262,20 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         how.new_tokens = new_ids(recipe.model, tokenizer)
         model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    state = read_json(path / STATE)
+    base = state["inputs"].get(WEIGHT_FILES)
+    if len(trained) < len([*model.parameters()]):
+        ensure_same_files(path, base, how.path, recipe.model.revision)
     with torch.no_grad(), ShardReader(path) as reader:
-        ensure_same_parameters(reader, trained, read_json(path / STATE)["weights"])
+        ensure_same_parameters(reader, trained, state["weights"])
         for weight_name, weight in trained.items():
             reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
+        if (building / ADAPTER).is_file():
+            write_json(building / BASE, {"files": base})
         add_card(building, path, name)
 
 

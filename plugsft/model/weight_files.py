@@ -16,6 +16,7 @@ from typing import Any, Self
 from zlib import crc32
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -34,10 +35,14 @@ from transformers.integrations import deepspeed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from ..base.checksums import digest
 from .tensor_shards import TensorShard
 
 SAMPLE = 64
 """Numbers in each of the three compared samples of a tensor."""
+
+FILE_SAMPLES, SAMPLE_BYTES = 32, 4096
+"""Samples of each file that a checksum of weights covers, and the bytes of each."""
 
 Read = Callable[[str], Tensor]
 """Name of a tensor in the files -> its values."""
@@ -248,3 +253,19 @@ def find_weight_files(path: str, revision: str | None) -> dict[str, str]:
         with safe_open(single, "pt") as file:
             return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
     return {}
+
+
+def sampled_digest(path: str, revision: str | None) -> str:
+    """Return a checksum of samples of a pretrained model's files, wherever these lie."""
+    files = sorted({*find_weight_files(path, revision).values()})
+    return digest({Path(file).name: _sampled(Path(file)) for file in files})[:8]
+
+
+def _sampled(file: Path) -> str:
+    """Return a file's size and a checksum of samples from all of it."""
+    size, checksum = file.stat().st_size, xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        for sample in range(FILE_SAMPLES):
+            opened.seek(size * sample // FILE_SAMPLES)
+            checksum.update(opened.read(SAMPLE_BYTES))
+    return f"{size} {checksum.hexdigest()}"

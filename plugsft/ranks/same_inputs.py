@@ -5,14 +5,11 @@ each rank describes its inputs, and the ranks compare the descriptions.
 """
 
 import importlib.metadata
-from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from ..base.checksums import digest
 from ..model.load import Load
-from ..model.weight_files import find_weight_files
+from ..model.weight_files import sampled_digest
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 
@@ -23,8 +20,6 @@ SAME_INPUTS = (
 PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "model.tokenizer")
 """Paths that may differ between machines: their contents are compared instead."""
 MODEL_FILES = "the model's files"
-SAMPLES, SAMPLE = 32, 4096
-"""Samples of each weight file that are compared, and the bytes of each sample."""
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, str]:
@@ -40,18 +35,7 @@ def model_facts(model: Any, load: Load) -> dict[str, str]:
     Weights in memory follow from these, from the seed and from the plugins, compared before.
     """
     config = {name: repr(value) for name, value in model.config.to_dict().items()}
-    files = sorted({*find_weight_files(load.path, load.kwargs.get("revision")).values()})
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
-        MODEL_FILES: digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],
+        MODEL_FILES: sampled_digest(load.path, load.kwargs.get("revision")),
     }
-
-
-def _sampled(file: Path) -> str:
-    """Return a file's size and a checksum of samples from all of it."""
-    size, checksum = file.stat().st_size, xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        for sample in range(SAMPLES):
-            opened.seek(size * sample // SAMPLES)
-            checksum.update(opened.read(SAMPLE))
-    return f"{size} {checksum.hexdigest()}"
