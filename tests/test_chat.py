@@ -131,7 +131,7 @@ def test_a_system_message_goes_before_every_chat_or_is_refused(run, tmp_path):
     text = told.tokenizer.decode(turns)
     assert text.index("system\nBe brief.") < text.index("user\nWho?")
     long = [*told.ask("red " * 120), {"role": "assistant", "content": "Me."}, *told.ask("Who?")]
-    short = told.shorten(long)
+    short = talk.shorten(told, long)
     assert short == told.ask("Who?")
     assert "Be brief." in told.tokenizer.decode(told.encode([short])["input_ids"][0])
     deaf = shutil.copytree(run / "model", tmp_path / "deaf")
@@ -196,8 +196,8 @@ def test_the_talk_is_remembered_until_the_context_is_full(speaker):
     for number in range(12):
         turns += [*speaker.ask("Who?"), {"role": "assistant", "content": f"Me {number}."}]
     turns += speaker.ask("What is red?")
-    assert speaker.shorten(turns[-3:]) == turns[-3:]
-    kept = speaker.shorten(turns)
+    assert talk.shorten(speaker, turns[-3:]) == turns[-3:]
+    kept = talk.shorten(speaker, turns)
     assert kept == turns[-len(kept) :] and 1 < len(kept) < len(turns)
     assert speaker.encode([kept])["input_ids"].shape[1] <= 96
     speaker.answer([kept])

@@ -6,7 +6,6 @@ needs whole tensors.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..base.atomic import MANIFEST, Stamp, stamp, sync
+from ..base.atomic import Stamp, stamp, sync
 from ..base.errors import CheckpointError
 from ..base.machine import available_memory, env_number
 from ..model.tensor_shards import TensorShard, dtype_name
@@ -31,7 +30,6 @@ ROOM = 0.75
 """Most of the available memory that copies take."""
 MAX_OPEN = 256
 """Most files that a reader keeps open."""
-FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
 Shards = Mapping[str, TensorShard]
@@ -112,12 +110,9 @@ class ShardReader:
         """Tensor -> begin, end and file of each of its shards."""
         open_file: Any = safe_open
         self._open = lru_cache(MAX_OPEN)(lambda path: open_file(path, "pt"))
-        writers = {
-            match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
-        }
+        writers = {path: int(path.name.split("-")[1]) for path in folder.glob("rank-*.safetensors")}
         nearest = rank * (max(writers.values(), default=0) + 1) // ranks
-        order = sorted(writers, key=lambda name: (-abs(writers[name] - nearest), name))
-        self._unread = [folder / name for name in order]
+        self._unread = sorted(writers, key=lambda path: (-abs(writers[path] - nearest), path))
         """Files whose headers are still unread; the next one is the last."""
 
     def __enter__(self) -> Self:
@@ -190,11 +185,3 @@ def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Tell whether a type can represent every number of another."""
     floating = narrow.is_floating_point and wide.is_floating_point
     return narrow == wide or (floating and torch.promote_types(narrow, wide) == wide)
-
-
-def _files(folder: Path) -> list[str]:
-    """Return the names in the manifest; without one, of all files."""
-    try:
-        return [*json.loads((folder / MANIFEST).read_text(encoding="utf8"))]
-    except FileNotFoundError:
-        return [path.name for path in folder.iterdir()]

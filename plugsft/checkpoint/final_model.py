@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -16,7 +15,13 @@ from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
 from ..model.tensor_shards import TensorShard, shard_of
-from ..model.weight_files import WeightFiles, converted_shapes, find_weight_files, meta_copy
+from ..model.weight_files import (
+    WeightFiles,
+    converted_shapes,
+    find_weight_files,
+    meta_copy,
+    tensors_in,
+)
 from ..ranks.agree import agreed
 from ..ranks.weights import Weights
 from ..recipe.capabilities import Capability
@@ -110,11 +115,7 @@ def ensure_written(
 
 def read_adapters(folder: Path) -> WeightFiles:
     """Return the tensors of a folder of adapters."""
-    files: dict[str, str] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            files |= {name: str(path) for name in file.keys()}  # noqa: SIM118  # no dict
-    return WeightFiles(None, files)
+    return WeightFiles(None, tensors_in(folder.glob("*.safetensors")))
 
 
 def name_in_file(name: str) -> str:

@@ -182,9 +182,9 @@ class Checkpoints:
         self._saving, self.saved = Saving(step, folder, facts, task), step
 
     def publish(self, wait: bool = False) -> int | None:
-        """Publish the last checkpoint if all ranks have written it; return its step.
+        """Publish the last checkpoint once all ranks have written it; return its step.
 
-        Without `wait`, return None if a rank still writes.
+        Without `wait`, None says that a rank still writes.
         """
         accelerator, saving = self._accelerator, self._saving
         if saving is None or not (wait or all_done(saving.task.done())):

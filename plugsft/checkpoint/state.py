@@ -49,11 +49,16 @@ class TrainState:
         described: dict[str, Any] = {
             "weights": [*named],
             "loss_scale": self._scale.state(),
-            "plugin_states": {
-                name: _describe_plugin(encode, name, state) for name, state in plugin_states.items()
-            },
+            "optimizers": [],
             "refused": "",
         }
+        try:
+            described["plugin_states"] = {
+                name: encode(state, f"{PLUGINS}/{name}") for name, state in plugin_states.items()
+            }
+        except Unstorable as error:
+            where = where_in_plugin(error.name)
+            raise PluginError(f"{where} is a {error.kind}; {STORABLE}") from error
         try:
             described["optimizers"] = self._optimizer.describe(encode)
         except Unstorable as error:
@@ -61,7 +66,6 @@ class TrainState:
             described["refused"] = (
                 f"the optimizer's {what} is a {error.kind}, which they cannot store"
             )
-            described["optimizers"] = []
         return described, encode.shards
 
     def restore(
@@ -100,10 +104,3 @@ def ensure_same_parameters(
     """Refuse a checkpoint in which other parameters were trained."""
     if differing := {*named} ^ {*saved}:
         raise reader.mismatch(min(differing))
-
-
-def _describe_plugin(encode: Encoder, name: str, state: Any) -> Any:
-    try:
-        return encode(state, f"{PLUGINS}/{name}")
-    except Unstorable as error:
-        raise PluginError(f"{where_in_plugin(error.name)} is a {error.kind}; {STORABLE}") from error

@@ -32,6 +32,8 @@ from .verified import ensure_same_base
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
 
+FREE = 0.25
+"""Share of the context that stays free for the answer."""
 CURE = "put its text into the question"
 EMPTY = "(the model ended its answer before the first word)"
 
@@ -158,7 +160,7 @@ def converse(speaker: Speaker) -> None:
             return
         if not line:
             continue
-        turns = speaker.shorten(turns + speaker.ask(line))
+        turns = shorten(speaker, turns + speaker.ask(line))
         streamer = Streamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             [answer] = speaker.answer([turns], streamer if interactive else None)
@@ -171,3 +173,11 @@ def converse(speaker: Speaker) -> None:
         turns.append({"role": "assistant", "content": answer})
     if interactive:
         say("")
+
+
+def shorten(speaker: Speaker, chat: Turns) -> Turns:
+    """Drop the oldest turns of a chat that leaves no room for the answer."""
+    limit = (speaker.context or sys.maxsize) * (1 - FREE)
+    while len(chat) > 2 and speaker.encode([chat])["input_ids"].shape[1] > limit:
+        chat = chat[2:]
+    return chat

@@ -14,8 +14,6 @@ from .config import max_context
 
 BATCH = 32
 """Chats answered in one batch."""
-FREE = 0.25
-"""Share of the context that stays free for the answer."""
 
 Turns = list[dict[str, str]]
 
@@ -80,13 +78,6 @@ class Speaker:
             padding_side="left",
             return_tensors="pt",
         )
-
-    def shorten(self, chat: Turns) -> Turns:
-        """Drop the oldest turns of a chat that leaves no room for the answer."""
-        limit = (self.context or sys.maxsize) * (1 - FREE)
-        while len(chat) > 2 and self.encode([chat])["input_ids"].shape[1] > limit:
-            chat = chat[2:]
-        return chat
 
     def answer_all(self, prompts: Sequence[str | Turns]) -> list[str]:
         """Answer any number of questions and chats."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
@@ -199,10 +200,10 @@ class WeightFiles:
         if group.converter is None and shape:
             rows: Tensor = self._slice(group.sources[0][1])[first:last]
         elif group.by_rows:
-            rows = group.rows(first, last).convert(self._model, self._whole)[name]
+            rows = group.rows(first, last).convert(self._model, self._stored)[name]
         else:
             if name not in self._last:
-                self._last = group.convert(self._model, self._whole)
+                self._last = group.convert(self._model, self._stored)
             rows = self._last[name].reshape(-1)[first * row : last * row]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
@@ -237,22 +238,30 @@ class WeightFiles:
     def _slice(self, name: str) -> Any:
         return self._opened[self._files[name]].get_slice(name)
 
-    def _whole(self, name: str) -> Tensor:
+    def _stored(self, name: str) -> Tensor:
         tensor: Tensor = self._opened[self._files[name]].get_tensor(name)
         return tensor
 
 
 def find_weight_files(path: str, revision: str | None) -> dict[str, str]:
     """Map each tensor of a pretrained model to its safetensors file."""
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options):
+    find: Any = partial(
+        cached_file, path, revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    if index := find(SAFE_WEIGHTS_INDEX_NAME):
         names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        paths = {name: str(cached_file(path, name, **options)) for name in {*names.values()}}
+        paths = {name: str(find(name)) for name in {*names.values()}}
         return {name: paths[file] for name, file in names.items()}
-    if single := cached_file(path, SAFE_WEIGHTS_NAME, **options):
-        with safe_open(single, "pt") as file:
-            return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
-    return {}
+    return tensors_in(filter(None, [find(SAFE_WEIGHTS_NAME)]))
+
+
+def tensors_in(files: Iterable[str | Path]) -> dict[str, str]:
+    """Map each tensor of some files to its file."""
+    found: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), str(path))
+    return found
 
 
 def sampled_digest(path: str, revision: str | None) -> str:
