@@ -49,7 +49,7 @@ class PeerError(TrainError):
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Tell whether the other ranks know of this error, and end too."""
+    """Whether the other ranks know of this error, so that they end too and need not be told."""
     return isinstance(error, PeerError) or hasattr(error, KNOWN)
 
 
@@ -85,7 +85,7 @@ class Said:
 
 
 def say_to_all(own: Said, error: Exception | None = None) -> list[Said]:
-    """Return what all ranks say, or nothing where all are fine; `error`: this rank's failure."""
+    """Exchange what ranks have to say, if one has; `error`: this rank's failure."""
     try:
         if are_alike(own.operation if own.is_fine else None):
             return []
@@ -160,7 +160,7 @@ def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
 
 
 def are_alike(text: str | None) -> bool:
-    """Tell whether all ranks have the same text, by one all-reduce; None is like no other.
+    """Compare a text over all ranks, by one all-reduce; None is like no other.
 
     Of one number: gloo takes three times as long for several. Unequal numbers have the sum that a
     rank expects with a probability of 2^-40.
@@ -174,7 +174,7 @@ def are_alike(text: str | None) -> bool:
 
 
 def all_done(done: bool) -> bool:
-    """Tell whether something is done on all ranks."""
+    """Whether something is done on all ranks; each learns the same answer."""
     return are_alike("done" if done else None)
 
 
@@ -213,7 +213,7 @@ def ending_together(output: str) -> Iterator[None]:
 
 
 def is_lost(error: Exception) -> bool:
-    """Tell whether an error means that another rank is gone."""
+    """Whether an error means that another rank is gone, whose own message says why."""
     lost = isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
     return isinstance(error, RuntimeError) and lost
 

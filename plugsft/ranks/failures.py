@@ -35,7 +35,7 @@ def store(seconds: float = 300) -> TCPStore:
 
 
 def store_key(name: str) -> str:
-    """Return a key of this launch: torchrun's restarts share one store."""
+    """Make a name differ between torchrun's restarts, which share one store."""
     return f"plugsft-{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -72,7 +72,7 @@ class Failure:
                 time.sleep(2 * PAUSE)
 
     def reason(self) -> str:
-        """Return the published failure, or an empty text after a short wait."""
+        """Wait a little for the reason of another rank, which this one has lost."""
         self._received.wait(4 * PAUSE)
         return self.text
 
@@ -120,7 +120,7 @@ def _beat() -> None:
 
 
 def number_of_nodes() -> int:
-    """Return the number of nodes; 1 outside of torchrun and accelerate."""
+    """Count the machines of the launch; 1 outside of torchrun and accelerate."""
     return env_number("GROUP_WORLD_SIZE", 1, 1)
 
 
@@ -141,5 +141,5 @@ class Nodes:
 
 
 def ended(node: int) -> TrainError:
-    """Return the error of a lost node."""
+    """Name a lost machine, whose ranks can say nothing more."""
     return TrainError(f"machine {node} has ended, before step 1; see its own messages")

@@ -135,7 +135,7 @@ def _ensure_no_accumulation() -> None:
 
 
 def user_set_threads() -> bool:
-    """Tell whether the user has set OMP_NUM_THREADS; accelerate's launcher sets it to 1."""
+    """Whether OMP_NUM_THREADS is the user's: accelerate's launcher sets it to 1 by itself."""
     defaults = (None, "1") if "ACCELERATE_MIXED_PRECISION" in os.environ else (None,)
     return os.environ.get("OMP_NUM_THREADS") not in defaults
 

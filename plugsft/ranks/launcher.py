@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def started_too_few() -> bool:
-    """Tell whether `accelerate launch` was asked for several processes and started one.
+    """Whether `accelerate launch` was asked for several processes and started one.
 
     It does so, without a message, on a machine without GPU. Its environment then has the address
     of a main process, but no number of ranks.
@@ -21,12 +21,12 @@ def started_too_few() -> bool:
 
 
 def launcher_ended() -> bool:
-    """Tell whether the launcher has ended: this process then has another parent."""
+    """Whether the launcher has ended: this process then has another parent."""
     return bool(LAUNCHER) and os.getppid() not in LAUNCHER
 
 
 def by_accelerate() -> bool:
-    """Tell whether `accelerate launch` started this process, alone.
+    """Whether `accelerate launch` started this process, alone.
 
     It always sets this variable. The precision's is no sign: people export that one themselves.
     """

@@ -55,7 +55,7 @@ class GlobalBatch:
         return self.plan.step
 
     def counts(self) -> dict[str, float]:
-        """Return this rank's counts, to be summed over all ranks."""
+        """What this rank adds to the numbers of the step."""
         # Padding is computed, too.
         computed = sum(batch["input_ids"].numel() for batch in self.micro_batches)
         return {"computed_tokens": computed, "data_wait_seconds": self.waited}
@@ -111,11 +111,11 @@ class BatchLoader:
                 batches.close()
 
     def load_batch(self, tokens: Tokens, examples: Ints) -> Batch:
-        """Return a micro-batch of some examples, on the device."""
+        """Make a micro-batch beside those of the steps, as `score` needs it."""
         return self._to_device(self._collate(tokens, examples))
 
     def _builder(self, plan_step: Callable[[int], StepPlan], tokens: Tokens) -> Build:
-        """Return the function that builds this rank's micro-batches of a step."""
+        """Make what a plugin may call ahead of time, in a thread or out of order."""
 
         def build(step: int) -> LoadedStep:
             current: list[Ints] = []

@@ -63,7 +63,7 @@ class LossScale:
         return {"loss_scale": scale, "skipped_steps": self.skipped} if self.on else {}
 
     def state(self) -> dict[str, float]:
-        """Return what checkpoints save."""
+        """What checkpoints save: a resumed run scales as if it had never stopped."""
         factor, steps = float(self.factor), int(self._steps)
         return {"scale": factor, "steps": steps, "skipped": self.skipped}
 

@@ -86,7 +86,7 @@ def ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optim
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer, and those that it calls and that have states of their own."""
+    """An optimizer, and those that it calls and that have states of their own."""
     inner = [
         item
         for attribute in vars(optimizer).values()
@@ -124,7 +124,7 @@ def ensure_uses_settings(optimizer: Optimizer, train: Train, plugins: Sequence[s
 
 
 def _holds(given: Any, place: int | None, value: float) -> bool:
-    """Tell whether what a parameter group has under a name holds a value."""
+    """Whether what a parameter group has under a name holds a value."""
     # Adafactor has two values of eps, the first of them None.
     numbers = [*given] if isinstance(given, list | tuple) else [given]
     wanted = numbers if place is None else numbers[place : place + 1]

@@ -29,7 +29,7 @@ LIBRARIES: list[Any] = []
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Tell whether the run is on the CPU; refuse to leave a GPU idle unless the recipe says so."""
+    """Whether the run is on the CPU; a GPU stays idle only if the recipe says so."""
     if not torch.cuda.is_available() or recipe.device == "cpu":
         return True
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
@@ -41,7 +41,7 @@ def on_cpu(recipe: Recipe) -> bool:
 
 
 def mixed_precision(model: Model, deepspeed: bool) -> str:
-    """Return the mixed_precision setting that accelerate gets."""
+    """Choose accelerate's mixed_precision by the recipe; refuse what the launcher adds to it."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked not in ("no", "bf16") and (asked, model.dtype) != ("fp16", "float16"):
         cure = 'set mixed_precision: no in its file, and model.dtype = "float16" in the recipe'
@@ -101,7 +101,7 @@ def reduce_in_float32(accelerator: Accelerator) -> None:
 
 
 def half_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the type that a run computes in, if it is narrower than its weights."""
+    """The type that a run computes in, if it is narrower than its weights."""
     return HALF.get(accelerator.mixed_precision)
 
 
@@ -124,7 +124,7 @@ def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
 
 
 def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[str, str]:
-    """Return the number types that the run uses, read from the loaded model."""
+    """Read the number types from the loaded model: the record says what is, not what was asked."""
     types: dict[bool, set[str]] = {True: set(), False: set()}
     for parameter in held.parameters(trained=False).values():
         types[parameter.requires_grad].add(dtype_name(parameter.dtype))
@@ -150,7 +150,7 @@ def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[s
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside those of accelerate and DeepSpeed."""
+    """Unwrap the optimizer that accelerate and DeepSpeed have wrapped."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

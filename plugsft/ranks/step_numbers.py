@@ -63,7 +63,7 @@ class Numbers:
         return self
 
     def are_broken(self) -> Tensor:
-        """Return 1 if the loss or the gradient norm is not finite, else 0, on the device."""
+        """1 if the loss or the gradient norm is not finite, else 0; the host does not wait."""
         zero = 0 * (self._sums[0] + self._sums[-1])  # not a number, if one of them is not finite
         return zero.isnan().float()
 
@@ -80,6 +80,6 @@ class Numbers:
 
 
 def can_skip_steps(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer skips a step by its attribute `found_inf`: torch's fused ones."""
+    """Whether an optimizer skips a step by its attribute `found_inf`: torch's fused ones."""
     own = type(optimizer).__module__.startswith("torch.optim.")
     return own and all(group.get("fused") for group in optimizer.param_groups)

@@ -122,7 +122,7 @@ class TrainedModel:
 
 
 def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
-    """Return `work()`, done with the weights that plugins put in place for its purpose."""
+    """Do work with the weights that plugins put in place for its purpose, such as averages."""
     calls = []
 
     def noted() -> Any:

@@ -54,7 +54,7 @@ def output_folder(
 
 
 def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Sequence[Path] | None:
-    """Return the checkpoints to try, in order; None if the run has finished already."""
+    """Find the checkpoints to try, in order; None if the run has finished already."""
     folder, path = recipe.folder, resume.path
     if path is not None and not is_published(path):
         raise CheckpointError(
@@ -75,7 +75,7 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
 
 
 def is_finished(recipe: Recipe, step: int | None = None) -> bool:
-    """Tell whether the run has finished, with the checkpoint of `step`; then say so.
+    """Whether the run has finished, with the checkpoint of `step`; then say so.
 
     Refuses another recipe's run.
     """
@@ -99,7 +99,7 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
 
 
 def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
-    """Return checkpoints to resume from, the newest first, compared with the recipe."""
+    """Find checkpoints to resume from, the newest first; one must be of this recipe."""
     if path is not None:
         checkpoints = [path]
     elif resume:
@@ -129,7 +129,7 @@ def _existing(recipe: Recipe, path: Path) -> str:
 
 
 def option_to_start(recipe: Recipe, active: Active) -> tuple[str, str]:
-    """Return the option that a run needs because of earlier results, and what it does."""
+    """Choose the option that a run needs because of earlier results, and say what it does."""
     results, _ = results_of(recipe.folder)
     if results and not is_published(recipe.folder / "model"):
         with suppress(CheckpointError):
@@ -139,7 +139,7 @@ def option_to_start(recipe: Recipe, active: Active) -> tuple[str, str]:
 
 
 def has_checkpoint(recipe: Recipe) -> bool:
-    """Tell whether there is a checkpoint; raise if it was removed."""
+    """Whether there is a checkpoint; one that was removed is never replaced in silence."""
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints"):
         return True

@@ -51,7 +51,7 @@ class Slurm:
 
 
 def is_rank() -> bool:
-    """Tell whether torchrun, or another launcher, has started this process as a rank."""
+    """Whether torchrun, or another launcher, has started this process as a rank."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
@@ -91,7 +91,7 @@ def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn
 
 
 def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
-    """Return the ranks that the options ask for; Slurm and the GPUs fill in the rest."""
+    """Lay out the ranks that the options ask for; Slurm and the GPUs fill in the rest."""
     strategy = options.strategy or "ddp"
     ensure_strategy(strategy)
     gpus = 0 if recipe.device == "cpu" else torch.cuda.device_count()
@@ -117,7 +117,7 @@ def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
 
 
 def _nodes(options: Options, nodes: int) -> dict[str, Any]:
-    """Return the nodes of the options; refuse those that would wait for ever."""
+    """Read the machines of the options; refuse those that would wait for ever."""
     last = nodes - 1
     if not options.host:
         raise LaunchError(
@@ -144,7 +144,7 @@ def ensure_strategy(strategy: str) -> None:
 
 
 def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
-    """Tell whether ranks run on the CPU; refuse more ranks than GPUs."""
+    """Whether ranks run on the CPU; refuse more ranks than GPUs."""
     if recipe.device == "cpu" or not torch.cuda.is_available():
         if ranks > (most := max(MOST_ON_CPU, os.cpu_count() or 1)):
             raise LaunchError(f"{option}={ranks}: on the CPU of this machine, give at most {most}")
@@ -165,7 +165,7 @@ def ensure_no_other_strategy(strategy: str) -> None:
 
 
 def settings_of(strategy: str) -> dict[str, str]:
-    """Return the variables by which `accelerate launch` sets a strategy for its ranks."""
+    """Set a strategy by variables, as `accelerate launch` does for ranks that it starts itself."""
     if strategy not in SWITCHES:
         return {}
     file: Any = load_config_from_file(str(launch_file(STRATEGIES[strategy])))
@@ -195,7 +195,7 @@ def _execute(command: list[str]) -> NoReturn:
 
 
 def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
-    """Return the Slurm step of this process; None outside of Slurm.
+    """Read the Slurm step of this process; None outside of Slurm.
 
     Refuses a job of several nodes outside of `srun`, and several tasks on a node: one would wait
     for ever, the other would start all ranks more than once.
@@ -229,5 +229,5 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
 
 
 def first_host(names: str) -> str:
-    """Return the first host of Slurm's short list, as in "node[01-04,7],x3"."""
+    """Find the first host in Slurm's short list, as in "node[01-04,7],x3"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", names).partition(",")[0]

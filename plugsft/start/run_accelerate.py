@@ -46,7 +46,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def exit_code(error: SignalException | ChildFailedError | CalledProcessError) -> int:
-    """Return the exit code of a launch that failed; name a rank that was killed."""
+    """End as the rank ended that failed first; name one that was killed, which said nothing."""
     if isinstance(error, SignalException):
         return _end_single(error.sigval)
     if isinstance(error, CalledProcessError):
