@@ -1,9 +1,9 @@
 """The laws: each trains tiny runs, compares them, and says what to change."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 from ..api.recipes import merged
@@ -13,6 +13,7 @@ from .tiny_runs import (
     MICRO_BATCH,
     Tables,
     Trained,
+    call,
     prepare,
     results,
     tiny_recipe,
@@ -53,13 +54,14 @@ KEEP = (
     "the seed and the step only"
 )
 SAME_STATE = (
-    "it must be the same on all ranks. Compute it from what all ranks see (`run.step`, the metrics "
-    "of `logged` and `evaluated`), or add it up with `run.ranks.reduce`"
+    "it must be the same on all ranks: whoever changes weights does so on all of them. Compute "
+    "state from what all ranks see (`run.step`, the metrics of `logged` and `evaluated`), or add "
+    "it up with `run.ranks.reduce`"
 )
-OF_THE_CLOCK = {"tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"}
+OF_THE_CLOCK = frozenset(("tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"))
 """Metrics that differ from run to run."""
-OF_THE_LAYOUT = {"padding", "examples_per_micro_batch", "imbalance"}
-"""Metrics that follow from the number of ranks."""
+OF_RANKS = OF_THE_CLOCK | {"padding", "examples_per_micro_batch", "imbalance"}
+"""These, and metrics that follow from the number of ranks."""
 ROUNDS = 4
 """Runs with and without the plugin, in turns, of which one warms up."""
 
@@ -77,13 +79,8 @@ def keeps_gradients(
     with tiny_recipe(name, options, tables) as recipe:
         jobs = [Job(without_plugin(recipe, name), ranks), Job(recipe, ranks)]
         (bare, *_), (trained, *_) = _train(jobs, who)
-    _ensure_same_steps(bare.steps, trained.steps, who, ("without", "with it"))
-    for before, after in zip(bare.steps, trained.steps, strict=True):
-        for metric, cure in CURES.items():
-            assert math.isclose(before[metric], after[metric], rel_tol=tolerance), (
-                f"{who}: step {before['step']}: {metric} is {after[metric]:.8g} with it "
-                f"and {before[metric]:.8g} without: {cure}"
-            )
+    lines = bare.steps, trained.steps
+    _ensure_same_metrics(*lines, who, ("without", "with it"), tolerance, CURES)
 
 
 def resumes(
@@ -106,8 +103,11 @@ def resumes(
         again = {**recipe, "output": f"{recipe['output']}-resumed"}
         [resumed] = _train([Job(again, ranks)], who, checkpoint)
         start = parse_step(checkpoint) or 0
-        where = f"{who}: resumed after step {start}"
-        _ensure_resumed(whole, resumed, start, where, name)
+        where, labels = f"{who}: resumed after step {start}", ("uninterrupted", "resumed")
+        lines = [line for line in whole[0].metrics if line["step"] > start]
+        _ensure_same_metrics(lines, resumed[0].metrics, where, labels, 0.0, {}, KEEP)
+        for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+            _ensure_same_end(one, other, name, f"{where}, rank {rank}", labels, KEEP)
         text, resumed_text = (rank[0].summaries[name] for rank in (whole, resumed))
         if text != resumed_text:
             # Times, and what a cache had, differ between two uninterrupted runs too.
@@ -136,27 +136,9 @@ def ranks_agree(
         # A loss that depends on the size of its micro-batch may be the same on all ranks.
         jobs = [Job(recipe, micro_batch=LARGER_MICRO_BATCH), Job(pair, ranks=2)]
         [single], (first, second) = _train(jobs, who)
-    _ensure_same_steps(single.metrics, first.metrics, who, ("on one rank", "on two"))
-    for alone, together in zip(single.metrics, first.metrics, strict=True):
-        names = alone.keys() - OF_THE_CLOCK - OF_THE_LAYOUT
-        for metric in [*RANK_CURES, *sorted(names - RANK_CURES.keys())]:
-            if metric not in names:
-                continue  # an evaluation has others
-            before, after = alone[metric], together.get(metric)
-            assert _is_close(before, after, tolerance), (
-                f"{who}: step {alone['step']}: {metric} is {after} on two ranks and {before} on "
-                f"one: {RANK_CURES.get(metric, SUMS)}"
-            )
-    for weight in first.weights:
-        assert first.weights[weight] == second.weights[weight], (
-            f"{who}: {weight} differs between rank 0 and rank 1 at the end: whoever changes "
-            "weights must do the same on all ranks"
-        )
-    for place, value, other in _differing(first, second, name):
-        raise AssertionError(
-            f"{who}: state_dict() at {place} is {value} on rank 0 and {other} on rank 1: "
-            f"{SAME_STATE}"
-        )
+    lines, labels = (single.metrics, first.metrics), ("on one rank", "on two ranks")
+    _ensure_same_metrics(*lines, who, labels, tolerance, RANK_CURES, SUMS, OF_RANKS)
+    _ensure_same_end(first, second, name, who, ("on rank 0", "on rank 1"), SAME_STATE)
 
 
 def survives_a_worker(
@@ -165,11 +147,10 @@ def survives_a_worker(
     """Check that the plugin writes the same tokens in a worker process."""
     who = f"plugin '{name}'"
     with tiny_recipe(name, options, tables) as recipe, workers(1, 1) as (main, other):
-        main[0].call(prepare, recipe)
-        [(work, slices, here)] = results(main, who)
+        [(work, slices, here)] = results([call(main[0], prepare, recipe)], who)
         # Workers take slices in any order.
-        other[0].call(write_shards, work, slices[::-1])
-        [there] = results(other, f"{who} in a worker process")
+        written = call(other[0], write_shards, work, slices[::-1])
+        [there] = results([written], f"{who} in a worker process")
     for file, content in here.items():
         assert there[file] == content, (
             f"{who}: a worker process wrote other tokens for the same rows. A row's "
@@ -198,14 +179,13 @@ def costs_at_most(
             for number in range(ROUNDS):
                 for group, raw, times in zip(groups, (bare, recipe), seconds, strict=True):
                     output = {"output": f"{raw['output']}-{number}"}
-                    group[0].call(train, merged(raw, output))
-                    [trained] = results(group, who)
+                    [trained] = results([call(group[0], train, merged(raw, output))], who)
                     if number:  # the first run warms up, and so does the first step of each
                         times += [line["step_seconds"] for line in trained.steps[1:]]
     without, with_it = map(median, seconds)
     more = (with_it / without - 1) * 100
     assert more <= percent, (
-        f"{who}: a step takes {_spread(seconds[1])} with it and {_spread(seconds[0])} without: "
+        f"{who}: a step takes {with_it * 1000:.2f} ms with it and {without * 1000:.2f} ms without: "
         f"{more:.0f}% more, and at most {percent:g}% is allowed. Move work out of the hooks that "
         "are called for each micro-batch or step, and read no tensor's value there"
     )
@@ -229,62 +209,54 @@ class Job(NamedTuple):
 def _train(jobs: Sequence[Job], who: str, checkpoint: Path | None = None) -> list[list[Trained]]:
     """Train all recipes at once; return each rank's results."""
     with workers(*[job.ranks for job in jobs]) as groups:
+        calls = []
         for job, group in zip(jobs, groups, strict=True):
-            for worker in group:
-                # Several ranks train on the CPU, on a machine with a GPU too.
-                device = {"device": "cpu"} if job.ranks > 1 else {}
-                worker.call(train, merged(job.recipe, device), checkpoint, job.micro_batch)
-        return [results(group, who) for group in groups]
+            # Several ranks train on the CPU, on a machine with a GPU too.
+            recipe = merged(job.recipe, {"device": "cpu"} if job.ranks > 1 else {})
+            words = train, recipe, checkpoint, job.micro_batch
+            calls.append([call(worker, *words) for worker in group])
+        return [results(each, who) for each in calls]
 
 
-def _ensure_resumed(
-    whole: Sequence[Trained], resumed: Sequence[Trained], start: int, where: str, name: str
+def _ensure_same_metrics(
+    before: Sequence[Tables],
+    after: Sequence[Tables],
+    where: str,
+    labels: tuple[str, str],
+    tolerance: float,
+    cures: Mapping[str, str],
+    cure: str = "",
+    left_out: frozenset[str] = OF_THE_CLOCK,
 ) -> None:
-    expected = [line for line in whole[0].metrics if line["step"] > start]
-    _ensure_same_steps(expected, resumed[0].metrics, where, ("uninterrupted", "resumed"))
-    for before, after in zip(expected, resumed[0].metrics, strict=True):
-        for metric in [metric for metric in before if metric not in OF_THE_CLOCK]:
-            assert before[metric] == after.get(metric), (
-                f"{where}, step {before['step']}: {metric} is {after.get(metric)}, and "
-                f"{before[metric]} uninterrupted. {KEEP}"
-            )
-    for rank, (uninterrupted, own) in enumerate(zip(whole, resumed, strict=True)):
-        for weight, checksum in uninterrupted.weights.items():
-            assert checksum == own.weights[weight], (
-                f"{where}: {weight} is another one at the end on rank {rank}. {KEEP}"
-            )
-        for place, value, other in _differing(uninterrupted, own, name):
-            raise AssertionError(
-                f"{where}: state_dict() at {place} is {other} at the end on rank {rank}, and "
-                f"{value} uninterrupted. {KEEP}"
-            )
-
-
-def _ensure_same_steps(
-    before: Sequence[Tables], after: Sequence[Tables], where: str, names: tuple[str, str]
-) -> None:
+    """Compare each step's metrics that have a cure; with a `cure` for all others, these too."""
     assert len(before) == len(after), (
-        f"{where}: {len(after)} steps and evaluations {names[1]}, and {len(before)} {names[0]}: "
+        f"{where}: {len(after)} steps and evaluations {labels[1]}, and {len(before)} {labels[0]}: "
         "'plan_batches' and 'order_examples' may only rearrange examples, and `run.stop` must be "
         "called after the same step"
     )
+    for one, other in zip(before, after, strict=True):
+        others = [name for name in one if name not in left_out] if cure else []
+        for metric in dict.fromkeys([*(name for name in cures if name in one), *others]):
+            value, wanted = other.get(metric), one[metric]
+            assert _is_close(wanted, value, tolerance), (
+                f"{where}, step {one['step']}: {metric} is {value} {labels[1]} and {wanted} "
+                f"{labels[0]}: {cures.get(metric, cure)}"
+            )
+
+
+def _ensure_same_end(
+    one: Trained, other: Trained, name: str, where: str, labels: tuple[str, str], cure: str
+) -> None:
+    """Compare the weights and the plugin's state."""
+    before, after = (each.weights | each.states.get(name, {}) for each in (one, other))
+    for place in {**before, **after}:
+        wanted, value = before.get(place, "missing"), after.get(place, "missing")
+        assert value == wanted, (
+            f"{where}: {place} is {value} {labels[1]} and {wanted} {labels[0]}: {cure}"
+        )
 
 
 def _is_close(before: Any, after: Any, tolerance: float) -> bool:
     if isinstance(before, float) and isinstance(after, float):
         return math.isclose(before, after, rel_tol=tolerance, abs_tol=tolerance / 10)
     return bool(before == after)
-
-
-def _differing(before: Trained, after: Trained, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield places of a plugin's state where two runs or ranks differ, with both values."""
-    first, second = before.states.get(name, {}), after.states.get(name, {})
-    for place in {**first, **second}:
-        values = first.get(place, "missing"), second.get(place, "missing")
-        if values[0] != values[1]:
-            yield place or "its top", *values
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    low, middle, high = (value * 1000 for value in quantiles(seconds, n=4))
-    return f"{middle:.2f} ms (half of the steps: {low:.2f} to {high:.2f})"

@@ -9,13 +9,12 @@ import os
 import random
 import socket
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -54,67 +53,46 @@ LARGER_MICRO_BATCH = 4
 
 START.set_forkserver_preload([loop.__name__])
 
-
-class ProcessError(Exception):
-    """The traceback of a failure in another process."""
-
-
-class Answer(NamedTuple):
-    """The result of a function in another process, or why it failed."""
-
-    result: Any = None
-    failure: str = ""
-    trace: str = ""
-    by_peer: bool = False
-    """Whether it ended because another rank failed."""
-
-
-class Worker:
-    """A process that calls functions until one fails."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._pipe, far_end = START.Pipe()
-        self._process = START.Process(target=_serve, args=(far_end, dict(environment)))
-        self._process.start()
-        far_end.close()
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in the process; `answer` waits for it."""
-        self._pipe.send((function, arguments))
-
-    def answer(self) -> Answer:
-        """Wait for the function's result, or for its failure."""
-        try:
-            return self._pipe.recv()  # type: ignore[no-any-return]
-        except EOFError:
-            self._process.join()
-            return Answer(failure=f"its process ended with exit code {self._process.exitcode}")
-
-    def end(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join()
+Tables = Mapping[str, Any]
+Group = list[ProcessPoolExecutor]
+"""The processes of a run's ranks."""
 
 
 @contextmanager
-def workers(*ranks: int) -> Iterator[list[list[Worker]]]:
+def workers(*ranks: int) -> Iterator[list[Group]]:
     """Start a group of processes for each number of ranks; end them after the block."""
-    groups = [[Worker(environment) for environment in _environments(size)] for size in ranks]
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            for worker in group:
-                worker.end()
+    with ExitStack() as stack:
+        yield [
+            [
+                stack.enter_context(ProcessPoolExecutor(1, START, _set_environment, (variables,)))
+                for variables in _environments(size)
+            ]
+            for size in ranks
+        ]
 
 
-def results(group: Sequence[Worker], who: str) -> list[Any]:
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def call(worker: ProcessPoolExecutor, function: Callable[..., Any], *words: Any) -> Future[Any]:
+    """Call a function in a process, which ends if the function fails."""
+
+    def end_after_failure(future: Future[Any]) -> None:
+        if future.exception():  # other ranks notice that this one is gone
+            worker.shutdown(wait=False)
+
+    future = worker.submit(function, *words)
+    future.add_done_callback(end_after_failure)
+    return future
+
+
+def results(calls: Sequence[Future[Any]], who: str) -> list[Any]:
     """Return the results of all ranks; the first rank that failed by itself raises."""
-    answers = [worker.answer() for worker in group]
-    failures = [answer for answer in answers if answer.failure]
-    for answer in sorted(failures, key=lambda answer: answer.by_peer):
-        raise AssertionError(f"{who}: {answer.failure}") from ProcessError(f"\n{answer.trace}")
-    return [answer.result for answer in answers]
+    failures = filter(None, [future.exception() for future in calls])
+    for error in sorted(failures, key=lambda error: isinstance(error, PeerError)):
+        raise AssertionError(f"{who}: {reason_of(error)}") from error
+    return [future.result() for future in calls]
 
 
 def _environments(size: int) -> list[dict[str, str]]:
@@ -127,29 +105,6 @@ def _environments(size: int) -> list[dict[str, str]]:
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     common["LOCAL_WORLD_SIZE"] = str(size)
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-
-
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(Answer(function(*arguments)))
-        except Exception as error:  # whatever a plugin raises
-            pipe.send(
-                Answer(
-                    failure=reason_of(error),
-                    trace=traceback.format_exc(),
-                    by_peer=isinstance(error, PeerError),
-                )
-            )
-            return  # other ranks notice that this one is gone
-
-
-Tables = Mapping[str, Any]
 
 
 @contextmanager
@@ -205,18 +160,14 @@ class Trained:
         return [line for line in self.metrics if "loss" in line]
 
 
-def with_micro_batch(raw: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return a recipe with this micro-batch, where neither `tables` nor packed rows set it."""
-    if "micro_batch" in raw["train"] or resolve(raw)[0].provides("packed_rows"):
-        return raw
-    return merged(raw, {"train": {"micro_batch": size}})
-
-
 def train(
     raw: dict[str, Any], checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
 ) -> Trained:
     """Train, perhaps from a checkpoint; return what was learned."""
-    recipe, active = resolve(with_micro_batch(raw, micro_batch))
+    recipe, active = resolve(raw)
+    # Where neither `tables` nor packed rows set it.
+    if "micro_batch" not in raw["train"] and not recipe.provides("packed_rows"):
+        recipe, active = resolve(merged(raw, {"train": {"micro_batch": micro_batch}}))
     checkpoints = [checkpoint] if checkpoint else []
     # A tiny model gains nothing from threads, and several runs share the cores.
     opened = run.open(recipe, active, replace(look(), cores=1), checkpoints)
@@ -228,22 +179,20 @@ def train(
     return Trained(lines, active.summaries(), weights, states)
 
 
-def _flat(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+def _flat(value: Any, where: str = "state_dict()") -> Iterator[tuple[str, str]]:
     """Yield the values of a plugin's state as text, each with its place."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield where, f"{type(value).__name__} of {len(value)}"
-        for key, item in items:
-            yield from _flat(item, f"{where}/{key}" if where else str(key))
-    elif isinstance(value, WeightSlice):
-        yield where, f"slice of {value.weight}: {_describe(value.values)}"
-    else:
-        yield where, _describe(value) if isinstance(value, Tensor) else repr(value)
-
-
-def _describe(tensor: Tensor) -> str:
-    values = repr(tensor.tolist()) if tensor.numel() <= 4 else f"checksum {_checksum(tensor)}"
-    return f"{tensor.dtype}{[*tensor.shape]}, {values}"
+    match value:
+        case dict():
+            for key, item in value.items():
+                yield from _flat(item, f"{where}[{key!r}]")
+        case list() | tuple():
+            yield from _flat(dict(enumerate(value)), where)
+        case WeightSlice():
+            yield where, f"slice of {value.weight}: checksum {_checksum(value.values)}"
+        case Tensor():
+            yield where, f"{value.dtype}{[*value.shape]}, checksum {_checksum(value)}"
+        case _:
+            yield where, repr(value)
 
 
 def _checksum(tensor: Tensor) -> str:
@@ -253,7 +202,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
-    recipe, active = resolve(with_micro_batch(raw, MICRO_BATCH))
+    recipe, active = resolve(raw)
     active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
     data = open_data(recipe, active)
@@ -265,6 +214,5 @@ def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, by
 def write_shards(work: ShardWriter, slices: list[Slice]) -> dict[str, bytes]:
     """Write slices as shards; return the content of each file."""
     with tempfile.TemporaryDirectory() as folder:
-        here = replace(work, folder=Path(folder))
-        names = [here.tokenize(part).file for part in slices]
-        return {name: Path(folder, name).read_bytes() for name in names}
+        shards = [*map(replace(work, folder=Path(folder)).tokenize, slices)]
+        return {shard.file: Path(folder, shard.file).read_bytes() for shard in shards}
