@@ -72,8 +72,8 @@ def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
     assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
     what = [line.split()[0] for line in found.ok]
     assert what == [
-        *["recipe", "plugins", "paths", "model", "schedule", "data", "tokenizer", "rows", "eval"],
-        *["rows", "ranks", "steps", "batches", "checkpoints", "output", "disk"],
+        *["recipe", "plugins", "paths", "model", "data", "tokenizer", "rows", "eval", "rows"],
+        *["ranks", "steps", "batches", "checkpoints", "schedule", "output", "disk"],
     ]
     assert not (tmp_path / "run").exists()
 
@@ -107,7 +107,7 @@ def test_problems_of_all_stages_come_together(tiny, tmp_path, check):
     assert "unknown role 'wizard'" in text and "line 21: " in text and "on_bad_row" in text
     assert "no 'messages'" in text and "line 22: " in text
     assert "nothing.jsonl: no such file" in text
-    assert f"{tmp_path / 'file'} is a file" in text
+    assert f"{tmp_path / 'file'} is no folder to write to" in text
     assert [line.split()[0] for line in found.fail] == ["paths", "model", "rows", "output"]
     assert not {line.split()[0] for line in found.fail} & {line.split()[0] for line in found.ok}
     assert "ready" not in found.lines[-1]
@@ -253,11 +253,11 @@ def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeyp
     assert not check(path, "plugins.fast_tokenizer.engine=transformers").warn
 
 
-def test_steps_that_are_planned_again_are_named_with_their_micro_batches(tiny, check):
+def test_steps_that_are_planned_again_are_named(tiny, check):
     path = tiny(plugins={"length_group": {}})
     ranks, steps = (line for line in check(path).ok if line.startswith(("ranks", "steps")))
     assert ranks.endswith("1 rank; batches are planned by length_group")
-    assert "about 3, 3 an epoch" in steps and "8 examples in 2 x 1 micro-batches" in steps
+    assert "about 3, 3 an epoch of 24 examples" in steps
     [problem] = check(path, "train.micro_batch=1").problems
     assert problem.startswith("plugins.length_group: train.micro_batch = 1 pads nothing")
 

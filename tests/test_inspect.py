@@ -23,7 +23,6 @@ from tokenizers.models import WordLevel
 
 from plugsft import DataError, RecipeError
 from plugsft.api import PlugsftError
-from plugsft.audit import inspect_data as inspection_page
 from plugsft.audit.findings import special_tokens
 from plugsft.audit.rows import choose_ranges, histogram, quantiles
 from plugsft.audit.tokens import Piece, draw, make_visible
@@ -187,15 +186,14 @@ LENGTHS = st.lists(st.integers(2, 5_000), min_size=1, max_size=60).map(np.array)
 
 @settings(deadline=None)
 @given(LENGTHS)
-def test_bins_are_round_and_hold_every_length_once(lengths):
+def test_bins_hold_every_length_once(lengths):
     bins = histogram(lengths)
     assert len(bins) <= 14 and bins[0][2] and bins[-1][2]
     for low, high, count in bins:
         assert count == np.sum((low <= lengths) & (lengths <= high))
     assert sum(count for *_, count in bins) == len(lengths)
     width = bins[0][1] - bins[0][0] + 1
-    assert str(width).rstrip("0") in ("1", "2", "5")
-    assert all(high - low + 1 == width and low % width == 0 for low, high, _ in bins)
+    assert all(high - low + 1 == width for low, high, _ in bins)
     assert all(one[1] + 1 == other[0] for one, other in pairwise(bins))
     points = quantiles(lengths)
     assert points["longest"] == lengths.max() and set(points.values()) <= {*lengths.tolist()}
@@ -205,7 +203,7 @@ def test_bins_are_round_and_hold_every_length_once(lengths):
 def test_few_rows_make_few_bins(tiny, inspect):
     assert histogram(np.array([37])) == [(37, 37, 1)]
     assert histogram(np.array([37, 37, 37])) == [(37, 37, 3)]
-    assert histogram(np.array([10, 1000])) == [(0, 499, 1), (500, 999, 0), (1000, 1499, 1)]
+    assert histogram(np.array([10, 1000])) == [(10, 340, 1), (341, 671, 0), (672, 1002, 1)]
     shown = inspect(tiny([TALK]), rows=0)
     assert re.search(r"^ +(\d+)  1  ▇{40}$", shown, re.MULTILINE), shown
     assert "its only row" in shown
@@ -268,7 +266,6 @@ def test_sound_data_is_not_complained_of(audited):
     shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
     assert shown.count("warning") == 1 and "warning    line 6: no trained token" in shown
     assert not complaint
-    assert "chats      5; each is one example\n" in shown
 
 
 def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
@@ -332,7 +329,7 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_shown(audited):
     forgets = CHATML.read_text().replace("{% generation %}", first)
     forgets = forgets.replace("{% endgeneration %}", "")
     shown, _ = audited(forgets, [ASK, TELL, ASK, TELL])
-    assert "chats      6; 1 chat unrolled into 2 examples, one for each trained turn, at" in shown
+    assert "chats      1 chat unrolled into 2 examples, one for each trained turn, at" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):
@@ -350,9 +347,7 @@ def test_words_that_a_template_leaves_out_are_a_warning(audited):
 def test_special_tokens_among_the_words_are_a_warning(audited):
     spells = {**ASK, "content": "what is <|im_end|> for?"}
     shown, complaint = audited(CHATML.read_text(), [ASK, TELL], [spells, TELL])
-    said = (
-        "line 7: the text contains special tokens, such as '<|im_end|>', which the model reads as"
-    )
+    said = "line 7: the text contains '<|im_end|>', which the model reads as a control token"
     assert said in shown and shown.count("warning ") == 1 and not complaint
 
 
@@ -428,7 +423,7 @@ def test_the_page_says_what_the_terminal_says(tiny, tmp_path, inspect):
     path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
     shown = inspect(path, "data.max_length=40", html=html)
     said = " ".join(" ".join(Page(html.read_text()).words).split())
-    for label in ("lengths", "trained", "mask", "unused", "chats"):
+    for label in ("lengths", "trained", "mask", "unused"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
         assert line.removeprefix(f"{label:<11}") in said
     for warning in re.findall(r"^warning +(.*)$", shown, re.MULTILINE):
@@ -436,17 +431,6 @@ def test_the_page_says_what_the_terminal_says(tiny, tmp_path, inspect):
     bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
     assert bins and all(f"{span} {count}" in said for span, count in bins)
     assert "31 of 31 rows examined" in said and "max_length 40" in said
-
-
-def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
-    monkeypatch.setattr(inspection_page, "MAX_TOKENS", 50)
-    inspect(tiny(), rows=24, html=tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert text.count("data-i=") == 50
-    left = sum(int(count) for count in re.findall(r"and (\d+) more", text))
-    shown = sum(int(count) for count in re.findall(r"(\d+) tokens, \d+ trained", text))
-    # A piece of several tokens counts as one.
-    assert 0 < left <= shown - 50
 
 
 def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):

@@ -48,10 +48,9 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
 
 
 def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
-    machine = look()
+    machine, train, findings = look(), recipe.train, Findings()
     if ranks:
         machine = replace(machine, world_size=ranks, local_size=ranks)
-    findings = Findings()
     findings.ok("recipe", f"{path}: all keys and values are valid")
     with findings.about("plugins"):
         registry.check(active, recipe, machine)
@@ -70,31 +69,29 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         findings.warn("model", LOSSY)
     if recipe.model.dtype == "bfloat16" and (name := gpu_without_bfloat16(recipe)):
         findings.warn("model", f'{name} has no bfloat16; set model.dtype = "float16"')
-    with findings.about("schedule"):
-        check_schedule(recipe.train)
-        schedule = " and ".join(active.having("schedule")) or recipe.train.schedule
-        findings.ok("schedule", f"{schedule}, peak {recipe.train.learning_rate:g}")
     examples, tokens = check_data(findings, recipe, active, wrong)
     for name, summary in active.summaries(TOKEN_HOOKS).items():
         if summary.startswith(WARNING):
             findings.warn("plugins", f"{name}: {summary.removeprefix(WARNING)}")
         elif summary != "active":
             findings.ok("plugins", f"{name}: {summary}")
-    _ranks(findings, recipe.train, machine.world_size, active)
+    _ranks(findings, train, machine.world_size, active)
     for warning in warnings_of(recipe, machine.world_size):
         findings.warn("recipe", warning)
-    steps = None
+    steps = train.steps or 100
     with findings.about("steps"):
         if len(examples["lengths"]):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
-        count = steps or recipe.train.steps or 100
-        factors_of(active.hooks.schedule(train=recipe.train, steps=count), count)
+        check_schedule(train)
+        factors_of(active.hooks.schedule(train=train, steps=steps), steps)
+        schedule = " and ".join(active.having("schedule")) or train.schedule
+        findings.ok("schedule", f"{schedule}, peak {train.learning_rate:g}")
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
-        every = recipe.checkpoint.interval(steps or 1)
-        written = -(-(steps or 1) // every) if every else 1
+        every = recipe.checkpoint.interval(steps)
+        written = -(-steps // every) if every else 1
         # The oldest checkpoint is removed once a new one is complete.
         kept = min(written, recipe.checkpoint.keep + 1)
         findings.ok("disk", ensure_room(recipe, active, True, kept, tokens))
@@ -172,19 +169,11 @@ def _steps(
     )
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch
-    about, first = "", ""
-    if active.having("order_examples") and not recipe.data.tokens:
-        about = "about "  # they order all examples, and only a sample is known
-    if active.having("plan_batches") and len(layouts):
-        about, layout = "about ", layouts[0]
-        count, packed = len(layout[0]), sum(len(part) for rank in layout for part in rank)
-        first = f"; the first: {packed:,} examples in {count:,} x {ranks} micro-batches"
-    findings.ok(
-        "steps",
-        f"{about}{steps:,}, {per_epoch:,} an epoch of {examples:,} examples{first}"
-        f"{train.replaced_epochs()}",
-    )
-    if len(layouts) and lengths.max() > 1:  # rows were encoded, not only counted
+    # Plugins order and plan all examples, and only a sample is known.
+    about = "about " * bool(active.having("order_examples") or active.having("plan_batches"))
+    of = f"{per_epoch:,} an epoch of {examples:,} examples{train.replaced_epochs()}"
+    findings.ok("steps", f"{about}{steps:,}, {of}")
+    if len(layouts):
         text, warnings = describe_batches(recipe, layouts, lengths)
         findings.ok("batches", text)
         for warning in warnings:
@@ -199,10 +188,8 @@ def _output(findings: Findings, recipe: Recipe) -> None:
     """Check that the output folder can be written."""
     folder = recipe.folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        raise RecipeError(f"output: {existing} is a file; name another folder")
-    if not os.access(existing, os.W_OK):
-        raise RecipeError(f"output: {existing} cannot be written to; name another folder")
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise RecipeError(f"output: {existing} is no folder to write to; name another folder")
     ensure_ours(recipe.folder)
     if left := describe_results(recipe.folder):
         findings.warn("output", f"{recipe.output} holds {left}")

@@ -3,7 +3,8 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import chain
 
 from rich.text import Text
 
@@ -11,9 +12,8 @@ from ..base.console import out
 from ..base.errors import PlugsftError
 from ..base.types import Rows
 from ..data.chat import Chat
-from ..data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
+from ..data.formats import TEXTS, BadRow, format_of, read_chat
 from ..data.jsonl import name_rows
-from ..data.prepare import describe_unrolled
 from ..data.render import renamed, without
 from ..data.sample import Sample
 from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
@@ -81,59 +81,32 @@ def judge_rows(
     return errors, warnings
 
 
-def judge_chats(
-    sample: Sample, work: ShardWriter, opened: OpenSource, active: Active
-) -> tuple[str, list[str]]:
-    """Describe how many chats are trained, as how many examples; warn of text that is dropped."""
-    if any(active.implements(name, ["render"]) for name in active.plugins):
-        return "", []
-    trained, with_special = {*sample.tokens.rows.tolist()}, dict[int, str]()
-    count = 0
-    dropped: dict[str, list[int]] = defaultdict(list)
-    special = special_tokens(work)
+def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: Active) -> list[str]:
+    """Warn of words that a template leaves out, and of special tokens among them."""
+    kind = format_of(read_lead_row(opened, work.data))
+    if kind is None or kind in TEXTS or active.having("render"):
+        return []
+    rows, special = opened.part(0, len(opened)), special_tokens(work)
     chat = Chat(work.tokenizer, work.data)
-    for number, conversation in conversations(sample, work, opened):
+    found: dict[str, list[int]] = defaultdict(list)
+    read = ((numbers, opened.read(numbers.start, numbers.stop)) for numbers in sample.ranges)
+    for number, row in chain.from_iterable(zip(*pair, strict=True) for pair in read):
+        if not isinstance(row, dict):
+            continue
+        named = renamed(without(row, work.data.ignore), work.data.columns)
         try:
-            rendered = chat.render(conversation)
+            conversation = read_chat(kind, named)
+            text = "\n".join(text for text, _ in chat.render(conversation).texts)
         except BadRow:
             continue
-        text = "\n".join(text for text, _ in rendered.texts)
-        count += number in trained
         for message in conversation.messages:
-            if (message.get("content") or "").strip() not in text:
-                dropped[message["role"]].append(number)
-        contents = "\n".join(message.get("content") or "" for message in conversation.messages)
-        if match := special.search(contents):
-            with_special[number] = match[0]
-    rows = opened.part(0, len(opened))
-    warnings = [
-        f"{name_rows(numbers, rows)}: the chat template drops words of the {role}"
-        for role, numbers in sorted(dropped.items())
-    ]
-    if with_special:
-        warnings.append(
-            f"{name_rows([*with_special], rows)}: the text contains special tokens, such as "
-            f"'{next(iter(with_special.values()))}', which the model reads as control tokens"
-        )
-    unrolled = sample.shard.unrolled
-    how = describe_unrolled(unrolled) if unrolled else "each is one example"
-    return f"{count:,}; {how}" if count else "", warnings
-
-
-def conversations(
-    sample: Sample, work: ShardWriter, opened: OpenSource
-) -> Iterator[tuple[int, Conversation]]:
-    """Yield the number and the conversation of each row that holds one."""
-    kind = format_of(read_lead_row(opened, work.data))
-    if kind is None or kind in TEXTS:
-        return
-    for numbers in sample.ranges:
-        rows = opened.read(numbers.start, numbers.stop)
-        for number, row in zip(numbers, rows, strict=True):
-            if isinstance(row, dict):
-                named = renamed(without(row, work.data.ignore), work.data.columns)
-                with suppress(BadRow):
-                    yield number, read_chat(kind, named)
+            content = message.get("content") or ""
+            if content.strip() not in text:
+                found[f"the chat template drops words of the {message['role']}"].append(number)
+            for token in special.findall(content):
+                reads = f"the text contains '{token}', which the model reads as a control token"
+                found[reads].append(number)
+    return [f"{name_rows(numbers, rows)}: {warning}" for warning, numbers in found.items()]
 
 
 def special_tokens(work: ShardWriter) -> re.Pattern[str]:

@@ -51,8 +51,16 @@ class SharedShardWriter(ShardWriter):
         failed = self.folder / FAILED
         if failed.exists():
             raise DataError(failed.read_text())
-        if not self._claim(part):
-            return Shard("", rows=part.stop - part.start)
+        claim, others = self.claim_path(part), Shard("", rows=part.stop - part.start)
+        if self.path(part).with_suffix(".json").exists():
+            return others
+        try:
+            with claim.open("x") as file:
+                file.write(self.member)
+        except FileExistsError:
+            # A plugin may run a slice again after it has lost a worker.
+            if text_of(claim) != self.member:
+                return others
         return super().tokenize(part)
 
     def claim_path(self, part: Slice) -> Path:
@@ -72,19 +80,6 @@ class SharedShardWriter(ShardWriter):
             text = f"{finished:,} of {format_count(self.num_slices, 'slice')} by {by}, "
             self._counted = time.monotonic(), text
         return text
-
-    def _claim(self, part: Slice) -> bool:
-        """Claim a slice; return False if another member has claimed or finished it."""
-        if self.path(part).with_suffix(".json").exists():
-            return False
-        path = self.claim_path(part)
-        try:
-            with path.open("x") as file:
-                file.write(self.member)
-        except FileExistsError:
-            # A plugin may run a slice again after it has lost a worker.
-            return text_of(path) == self.member
-        return True
 
 
 def share_slices(

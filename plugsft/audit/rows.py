@@ -14,6 +14,7 @@ from ..base.types import Ints, Rows
 from ..data.chat import Chat
 from ..data.formats import BadRow
 from ..data.jsonl import name_rows
+from ..data.prepare import describe_unrolled
 from ..data.sample import Sample, sample_ranges
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource
@@ -94,8 +95,9 @@ def audit(
         _measure(result)
         _judge_tokens(result, work)
     result.facts += [("unused", ", ".join(sample.shard.unread) or "no column")]
-    chats, warnings = judge_chats(sample, work, opened[source], active)
-    result.facts += [("chats", chats)] if chats else []
+    if sample.shard.unrolled:
+        result.facts += [("chats", describe_unrolled(sample.shard.unrolled))]
+    warnings = judge_chats(sample, work, opened[source], active)
     over = int((lengths - data.max_length).clip(0).sum())
     errors, more = judge_rows(sample, rows, data, f"cut by {over:,} tokens", dropped="")
     result.errors += errors
@@ -123,16 +125,13 @@ def quantiles(lengths: Ints) -> dict[str, int]:
 
 
 def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
-    """Return bins of equal, round width: shortest, longest, count."""
+    """Return bins of equal width: shortest, longest, count."""
     low, high = int(lengths.min()), int(lengths.max())
     most = min(BINS, math.ceil(2 * math.sqrt(len(lengths))))
-    least = (high - low + 1) / most
-    power = 10 ** max(0, math.floor(math.log10(least)))
-    width = next(step * power for step in (1, 2, 5, 10) if step * power >= least)
-    edges = np.arange(low // width, high // width + 2) * width
-    counts, _ = np.histogram(lengths, edges)
-    pairs = zip(edges.tolist(), counts.tolist(), strict=False)
-    return [(edge, edge + width - 1, count) for edge, count in pairs]
+    width = math.ceil((high - low + 1) / most)
+    counts, edges = np.histogram(lengths, np.arange(low, high + width + 1, width))
+    starts = edges[:-1].tolist()
+    return [(at, at + width - 1, n) for at, n in zip(starts, counts.tolist(), strict=True)]
 
 
 def _whole_lengths(

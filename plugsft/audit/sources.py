@@ -1,5 +1,6 @@
 """The data part of `plugsft check`: sources, tokenizer and the first rows of each source."""
 
+from collections.abc import Container
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,97 +14,84 @@ from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
 from ..model.checks import check_weights
 from ..model.config import check_ids
-from ..recipe.tables import Recipe, Source
+from ..recipe.tables import Model, Recipe, Source
 from ..registry.active import Active
-from .examples import join, like
 from .findings import Findings, judge_chats, judge_rows
 
 ROWS = 100
 """Rows of each source that are rendered and encoded."""
+NOTHING = EstimatedColumns(np.ones(0, np.int64))
 
 
 def check_data(
-    findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
+    findings: Findings, recipe: Recipe, active: Active, wrong: Container[str]
 ) -> tuple[EstimatedColumns, float]:
     """Check the sources; estimate the examples of an epoch, and the tokens to be written."""
+    model, sources = recipe.model, recipe.data.all_sources()
+    needed = {source.source for source in sources} | {recipe.data.tokens, model.template_file}
+    needed.add(model.tokenizer or model.path)
+    if any(name in wrong for name in needed):
+        return NOTHING, 0.0
     if recipe.data.tokens:
-        return _prepared(findings, recipe, active, wrong), 0.0
-    sources = recipe.data.all_sources()
-    all_rows = [_open(findings, "data", source) for source in sources if source.source not in wrong]
-    opened = [rows for rows in all_rows if rows is not None]
-    complete = len(opened) == len(sources)
-    model = recipe.model
-    can_encode = not {*wrong} & {model.tokenizer or model.path, model.template_file}
-    tokens, work = 0.0, None
-    # If nothing can be encoded, the number of examples is still known.
-    examples = [EstimatedColumns(np.ones(len(rows), np.int64)) for rows in opened]
+        return _prepared(findings, recipe, active), 0.0
+    parts, tokens, work = list[EstimatedColumns](), 0.0, None
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
-        if complete:
-            with findings.about("columns"):
-                ensure_columns(recipe.data, opened)
-                if can_encode:
-                    work = _work(findings, recipe, active, opened, Path(folder))
-        for number in range(len(opened)):
-            if work is not None:
-                with findings.about("rows"):
-                    examples[number] = _rows(findings, recipe, active, work, opened, number)
-                    tokens += examples[number]["lengths"].sum()
+        with findings.about("data"):
+            opened = _open(findings, "data", sources)
+            ensure_columns(recipe.data, opened)
+            with findings.about("tokenizer"):
+                work = make_work(recipe, active, opened, Path(folder), ROWS)
+                findings.ok("tokenizer", _tokenizer(model, work))
+        if work is None:
+            return NOTHING, 0.0
+        for number, source in enumerate(sources):
+            with findings.about("rows"):
+                parts.append(_rows(findings, recipe, active, work, opened, number))
+                tokens += parts[-1]["lengths"].sum() / source.weight
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
-                evaluation = recipe.eval_source()
-                rows = _open(findings, "eval", evaluation)
-                if rows and any(share_rows(rows.facts, source.facts) for source in opened):
+                work.sources = [recipe.eval_source()]
+                rows = _open(findings, "eval", work.sources)
+                if any(share_rows(rows[0].facts, source.facts) for source in opened):
                     findings.warn("eval", ROWS_NOT_HELD_OUT)
-                if rows is not None and work:
-                    work.sources = [evaluation]
-                    with findings.about("rows"):
-                        evaluated = _rows(findings, recipe, active, work, [rows], 0)
-                        tokens += evaluated["lengths"].sum()
-    if not complete:
-        return EstimatedColumns(np.ones(0, np.int64)), tokens
-    return join(examples, [source.weight for source in sources]), tokens
+                with findings.about("rows"):
+                    tokens += _rows(findings, recipe, active, work, rows, 0)["lengths"].sum()
+    if len(parts) < len(sources):
+        return NOTHING, tokens
+    columns = {
+        name: np.concatenate([part[name] for part in parts])
+        for name in {name for part in parts for name in part}
+    }
+    return EstimatedColumns(columns["lengths"], columns), tokens
 
 
-def _prepared(
-    findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> EstimatedColumns:
+def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedColumns:
     """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
-        if not wrong:
-            tokens = open_named_tokens(recipe, open_data(recipe, active), active)
-            check_ids(recipe, tokens.facts["largest_id"])
-            findings.ok("data", summarize(tokens.facts, "already prepared"))
-            seed = recipe.train.seed
-            order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=seed)
-            lengths, columns = tokens.lengths[order], tokens.plan_columns()
-            ordered = {name: values[order] for name, values in columns.items()}
-            return EstimatedColumns(lengths, ordered)
-    return EstimatedColumns(np.ones(0, np.int64))
+        tokens = open_named_tokens(recipe, open_data(recipe, active), active)
+        check_ids(recipe, tokens.facts["largest_id"])
+        findings.ok("data", summarize(tokens.facts, "already prepared"))
+        order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
+        columns = {name: values[order] for name, values in tokens.plan_columns().items()}
+        return EstimatedColumns(tokens.lengths[order], columns)
+    return NOTHING
 
 
-def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
-    with findings.about(subject):
-        rows = open_source(source, f"{subject}.source")
-        findings.ok(subject, f"{source.source} ({source.split}): {format_count(len(rows), 'row')}")
-        return rows
-    return None
+def _open(findings: Findings, subject: str, sources: list[Source]) -> list[OpenSource]:
+    opened = []
+    for source in sources:
+        opened.append(open_source(source, f"{subject}.source"))
+        rows = format_count(len(opened[-1]), "row")
+        findings.ok(subject, f"{source.source} ({source.split}): {rows}")
+    return opened
 
 
-def _work(
-    findings: Findings, recipe: Recipe, active: Active, rows: list[OpenSource], folder: Path
-) -> ShardWriter | None:
-    with findings.about("tokenizer"):
-        work = make_work(recipe, active, rows, folder, ROWS)
-        where = recipe.model.tokenizer or recipe.model.path
-        template = "with" if work.tokenizer.chat_template else "without"
-        findings.ok(
-            "tokenizer",
-            f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
-            if where
-            else "trained on the data, or read from the cache; with a ChatML template",
-        )
-        return work
-    return None
+def _tokenizer(model: Model, work: ShardWriter) -> str:
+    where = model.tokenizer or model.path
+    if where is None:
+        return "trained on the data, or read from the cache; with a ChatML template"
+    template = "with" if work.tokenizer.chat_template else "without"
+    return f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
 
 
 def _rows(
@@ -130,7 +118,7 @@ def _rows(
             f"{shard.tokens / shard.examples:,.0f} tokens each, "
             f"{shard.trained / shard.tokens:.0%} of them trained on",
         )
-    warnings += judge_chats(sample, work, opened[number], active)[1]
+    warnings += judge_chats(sample, work, opened[number], active)
     for warning in warnings:
         findings.warn("rows", f"{source}: {warning}")
     if shard.unread and not problems:
@@ -139,5 +127,8 @@ def _rows(
     check_weights(recipe, active, sample.tokens)
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
-    of_all = len(opened[number]) / len(sample.rows)
-    return like(sample.tokens, round(shard.examples * of_all))
+    # The examples of the sample in their order, and from the start again.
+    of_all = work.sources[number].weight * len(opened[number]) / len(sample.rows)
+    count, tokens = round(shard.examples * of_all), sample.tokens
+    columns = {name: np.resize(of, count) for name, of in tokens.plan_columns().items()}
+    return EstimatedColumns(np.resize(tokens.lengths, count), columns)
