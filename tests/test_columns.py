@@ -199,7 +199,6 @@ def test_a_pair_has_one_value(tells, tmp_path):
         ([1, "2"], "the value '2'; it must be"),
         ([[1], [2]], r"the value \[1\]; it must be"),
         ([2**63, 1], "the value 9223372036854775808; it must be"),
-        ([True, 1], "the value .*; it must be .*, and either booleans or numbers"),
     ],
 )
 def test_values_that_no_column_can_hold_are_refused(tells, tmp_path, values, message):
@@ -213,10 +212,17 @@ def test_a_source_without_the_column_is_named(tells, tmp_path):
     message = r"rows-1\.jsonl: its rows have no column 'score', but those of .*rows-0\.jsonl have; "
     with pytest.raises(DataError, match=message + "add it to all rows"):
         prepare_rows(tmp_path, parts, tells)
-    parts[1] = [text_row(n, score=True) for n in range(3)]
-    message = r"column 'score': .*rows-1\.jsonl holds booleans and .*rows-0\.jsonl holds numbers"
-    with pytest.raises(DataError, match=message):
-        prepare_rows(tmp_path, parts, tells)
+
+
+def test_booleans_beside_numbers_are_0_and_1(tells, tmp_path):
+    parts = [[text_row(n, score=n) for n in range(3)], [text_row(n, score=n > 0) for n in range(3)]]
+    tokens = prepare_rows(tmp_path, parts, tells)
+    assert tokens.columns["score"].tolist() == [0, 1, 2, 0, 1, 1]
+    parts[0][1]["score"] = 0.5
+    (tmp_path / "floats").mkdir()
+    model = {"tokenizer": made_tokenizer(tmp_path)}
+    tokens = prepare_rows(tmp_path / "floats", parts, tells, model)
+    assert tokens.columns["score"].tolist() == [0, 0.5, 2, 0, 1, 1]
 
 
 WRONG = """

@@ -60,7 +60,12 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if model.template_file:
-        tokenizer.chat_template = _read_template(model.template_file)
+        try:
+            tokenizer.chat_template = Path(model.template_file).read_text(encoding="utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(
+                f"model.chat_template: '{model.template_file}' cannot be read ({reason_of(error)})"
+            ) from error
     if model.add_tokens:
         add_tokens(tokenizer, model.add_tokens)
     loaded: PreTrainedTokenizerBase = tokenizer
@@ -97,8 +102,7 @@ def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _ids_in(setting: Any) -> list[int]:
-    """Return the ids of a model's setting: one, several, or what is none."""
-    ids = setting if isinstance(setting, list) else [setting]
+    ids = setting if isinstance(setting, list) else [setting]  # or what is no id at all
     return [number for number in ids if type(number) is int and 0 <= number < END_OF_IDS]
 
 
@@ -122,30 +126,20 @@ def new_ids(model: Model, tokenizer: Any) -> list[int]:
     return [int(number) for number in tokenizer.convert_tokens_to_ids(model.add_tokens)]
 
 
-def _read_template(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"model.chat_template: '{name}' cannot be read ({reason_of(error)})"
-        ) from error
-
-
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the token that pads rows.
 
     Any token will do. Masks come from the lengths of examples and not from this token, so that an
     end-of-text token is trained even if it also pads.
     """
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(candidate) for candidate in candidates if candidate is not None)
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return int(end or 0) if pad is None else int(pad)
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
-    stops: list[int] = []
-    for config in (model.generation_config, model.config, tokenizer):
-        stops += _ids_in(getattr(config, "eos_token_id", None))
+    configs = (model.generation_config, model.config, tokenizer)
+    stops = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
         with suppress(Exception):  # a template may refuse this conversation

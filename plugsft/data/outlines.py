@@ -3,12 +3,11 @@
 To find what a server reads and writes, a chat is rendered twice for each answer (turns.py): a cost
 that grows with the square of its length. But the words of a plain chat are all the same to a
 template. So one chat of a shape (the roles) is rendered with places for words: its outline. Each
-chat of the shape fills it, and must be equal to its own rendering, once. White space around words
-is tried in a short chat: where the template keeps it or strips it everywhere, it is of the words,
-else of the shape.
+chat of the shape fills it, and must be equal to its own rendering, once.
 
 A template may still look into words: for </think>, say. What it looks for stands in its source, and
-a chat with such words is rendered turn by turn. So is every chat whose number is a power of two,
+is tried in a short chat, as is white space around the words of a role. Where that changes more than
+itself, chats with it are rendered turn by turn. So is every chat whose number is a power of two,
 and compared.
 """
 
@@ -28,6 +27,8 @@ TAG_SIGNS = re.compile(r"[<\[|]")
 MAX_OUTLINES = 4096
 
 Text = tuple[str, list[Span]]
+Forms = dict[str, str]
+"""Role -> what stands around {} in the contents of that role."""
 
 
 @dataclass
@@ -71,19 +72,15 @@ class Outlines:
     """What the template looks for, and has not been tried."""
     known: dict[str, Outline | None] = field(default_factory=dict)
     """Shape -> outline; None where there is none."""
-    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """White space around {} -> what of it is of the words, and what is of the shape."""
+    spaces: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    """Role, and white space around {} -> what of it the template writes; None if it depends."""
     filled: int = 0
     """Number of chats."""
 
     def find(self, chat: Conversation) -> RenderedChat:
         """Return the examples of a chat."""
-        own = [str(message.get("content") or "").strip() for message in chat.messages]
-        if not _is_plain(chat, own):
-            return self.render(chat)
-        places = [self._split(chat, *pair) for pair in zip(chat.messages, own, strict=True)]
-        words, around = map(list, zip(*places, strict=True))
-        outline = self._outline(chat, words, around)
+        words = self._words(chat)
+        outline = self._outline(chat, words) if words else None
         if outline is None or outline.whole.format(*words) != self.write(chat.messages):
             return self.render(chat)
         rendered = outline.fill(words)
@@ -95,41 +92,58 @@ class Outlines:
             )
         return rendered
 
-    def _split(self, chat: Conversation, message: Row, own: str) -> tuple[str, str]:
-        """Return a message's words, with white space that is of them, and the rest around {}."""
-        if own == message["content"]:
-            return own, "{}"
-        around = message["content"].replace(own, "{}", 1)
-        if around not in self.spaces:
-            kinds = ((kept, "{}") for kept in (around, "{}") if self._is_filled(chat, around, kept))
-            self.spaces[around] = next(kinds, ("{}", around))
-        kept, rest = self.spaces[around]
-        return kept.format(own), rest
+    def _words(self, chat: Conversation) -> list[str]:
+        """Return the words of each message as the template writes them; none of other chats."""
+        if chat.tools is not None or chat.variables:
+            return []
+        words = []
+        for message in chat.messages:
+            content = message["content"]
+            own = content.strip()
+            if not own or len(message) != 2:
+                return []
+            if own != content:
+                around = message["role"], content.replace(own, "{}", 1)
+                if around not in self.spaces:
+                    self.spaces[around] = self._try_space(chat, *around)
+                form = self.spaces[around]
+                if form is None:
+                    return []
+                own = form.format(own)
+            words.append(own)
+        return words
 
-    def _outline(self, chat: Conversation, words: list[str], around: list[str]) -> Outline | None:
-        """Return the outline for a chat."""
-        roles = [message["role"] for message in chat.messages]
-        shape = repr((roles, around, chat.num_prompt, chat.flags))
+    def _try_space(self, chat: Conversation, role: str, around: str) -> str | None:
+        """Return what of the white space around {} the template writes for a role."""
+        for kept in (around, "{}", around.lstrip(), around.rstrip()):
+            if self._is_filled(chat, {role: around}, {role: kept}):
+                return kept
+        return None
+
+    def _outline(self, chat: Conversation, words: list[str]) -> Outline | None:
+        """Return the outline for a chat with these words."""
+        shape = repr(([message["role"] for message in chat.messages], chat.num_prompt, chat.flags))
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
                 self.known = {}
-            self.known[shape] = self._make(chat, around)
+            self.known[shape] = self._make(chat)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
             self.searched.discard(text)
             one = _outlined(text)
             end = one.strip()
             form = f"{end} a{one}{{}}{one}a {end}".strip()
-            if TAG_SIGNS.search(text) or not self._is_filled(chat, form, form):
+            forms = dict.fromkeys(("system", "user", "assistant"), form)
+            if TAG_SIGNS.search(text) or not self._is_filled(chat, forms, forms):
                 self.harmful.add(text)
         return None if any(map(everything.__contains__, self.harmful)) else self.known[shape]
 
-    def _make(self, chat: Conversation, around: list[str]) -> Outline | None:
+    def _make(self, chat: Conversation) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
-        places = [f"{OPEN}{number}{CLOSE}" for number in range(len(around))]
+        places = [f"{OPEN}{number}{CLOSE}" for number in range(len(chat.messages))]
         messages = [
-            {**message, "content": form.format(place)}
-            for message, form, place in zip(chat.messages, around, places, strict=True)
+            {**message, "content": place}
+            for message, place in zip(chat.messages, places, strict=True)
         ]
         try:
             rendered = self.render(replace(chat, messages=messages))
@@ -143,30 +157,21 @@ class Outlines:
         outline = Outline(_outlined(self.write(messages)), texts, rendered.warnings)
         return outline if outline.fill(places) == rendered else None
 
-    def _is_filled(self, chat: Conversation, form: str, words: str) -> bool:
-        """Tell whether a short chat of contents in a form is its outline with words in a form."""
+    def _is_filled(self, chat: Conversation, forms: Forms, words: Forms) -> bool:
+        """Tell whether a short chat of contents in forms is its outline with words in others."""
         roles = ["system"] * (chat.messages[0]["role"] == "system") + ["user", "assistant"] * 2
-        messages = [
-            {"role": role, "content": form.format(f"a{number}")}
-            for number, role in enumerate(roles)
-        ]
-        short = Conversation(messages)
-        outline = self._make(short, ["{}"] * len(roles))
+
+        def fill(forms: Forms) -> list[str]:
+            return [forms.get(role, "{}").format(f"a{n}") for n, role in enumerate(roles)]
+
+        pairs = zip(roles, fill(forms), strict=True)
+        short = Conversation([{"role": role, "content": content} for role, content in pairs])
         try:
-            rendered = self.render(short)
+            outline, rendered = self._make(short), self.render(short)
         except BadRow:
             return False
-        filled = [words.format(f"a{number}") for number in range(len(roles))]
-        return outline is not None and outline.fill(filled) == rendered
-
-
-def _is_plain(chat: Conversation, words: list[str]) -> bool:
-    return (
-        chat.tools is None
-        and not chat.variables
-        and all(words)
-        and all(len(message) == 2 for message in chat.messages)
-    )
+        tried = not forms.keys().isdisjoint(roles)
+        return tried and outline is not None and outline.fill(fill(words)) == rendered
 
 
 def _outlined(text: str) -> str:

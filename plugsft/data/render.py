@@ -15,7 +15,7 @@ from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
-from ..tokens.schema import SCHEMA, WEIGHT, WEIGHT_RANGE, common_type, is_weight, type_of
+from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weight
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat
 from .formats import READ, TEXTS, BadRow, check_order, format_of, read_chat, read_text, read_weight
@@ -101,7 +101,7 @@ def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> R
                 result.turns.append(turn)
             for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
-    if any(weight != 1 for weight in weights):
+    if any(WEIGHT in row for row in rows):
         result.columns[WEIGHT] = weights
     return result
 
@@ -185,10 +185,9 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
 def drop_bad_texts(rendered: Rendered) -> None:
     """Drop the texts of bad rows: a wrapper of `render` may mark rows that have texts."""
     good = [row not in rendered.bad for row in rendered.rows]
-    rendered.texts = [*compress(rendered.texts, good)]
-    rendered.spans = [*compress(rendered.spans, good)]
-    rendered.rows = [*compress(rendered.rows, good)]
-    rendered.turns = [*compress(rendered.turns, good)]
+    lists: list[list[Any]] = [rendered.texts, rendered.spans, rendered.rows, rendered.turns]
+    for values in lists:
+        values[:] = compress(values, good)
 
 
 def check_columns(rendered: Rendered, count: int, where: str) -> None:
@@ -203,18 +202,23 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
                 "give one value for each row"
             )
         held = [values[row] for row in rendered.rows]
-        kind = common_type(map(type_of, held))
-        wrong = [value for value in held if type_of(value) is None] or held
-        if held and kind is None:
+        if wrong := [value for value in held if not _is_storable(value)]:
             raise PluginError(
                 f"{column} the value {short(wrong[0])}; it must be true, false, an integer of 64 "
-                "bits or a float, and either booleans or numbers in all rows"
+                "bits or a float"
             )
-        typed: Any = np.zeros(count, kind)
-        typed[rendered.rows] = held
+        found = np.array(held)
+        typed: Any = np.zeros(count, COLUMN_TYPES[found.dtype.kind])
+        typed[rendered.rows] = found
         rendered.columns[name] = typed
         if name == WEIGHT and (wrong := [value for value in held if not is_weight(value)]):
             raise PluginError(f"{column} the value {wrong[0]}; it must be {WEIGHT_RANGE}")
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, np.generic):
+        return value.dtype.kind in COLUMN_TYPES
+    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 def lead_row(rows: Iterable[Row | str], data: Data) -> Row:

@@ -14,8 +14,8 @@ row and the columns of `render`, with integers for booleans. facts.json has the 
 checksums of the index and of each shard, and its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +49,8 @@ def is_weight(value: float) -> bool:
 
 ColumnType = Literal["bool", "int64", "float64"]
 """Type of a column of `render`: a name of numpy."""
+COLUMN_TYPES: dict[str, ColumnType] = {"b": "bool", "i": "int64", "f": "float64"}
+"""numpy's kinds of the values of a column -> its type."""
 
 
 def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
@@ -58,27 +60,10 @@ def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
     )
 
 
-def type_of(value: Any) -> ColumnType | None:
-    """Return the type of a column with this value; None if no column can hold it."""
-    if isinstance(value, bool | np.bool_):
-        return "bool"
-    if isinstance(value, int | np.integer):
-        return "int64" if -(2**63) <= value < 2**63 else None
-    return "float64" if isinstance(value, float | np.floating) else None
-
-
-def common_type(types: Iterable[ColumnType | None]) -> ColumnType | None:
-    """Return the type that holds values of all these types; None if there is none."""
-    different = {*types}
-    if different == {"int64", "float64"}:
-        return "float64"
-    return different.pop() if len(different) == 1 else None
-
-
 def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str, ColumnType]:
     """Return the columns of all shards and their types; refuse a source that lacks one.
 
-    Only the weight has a default.
+    Only the weight has a default. Beside numbers, booleans are 0 and 1.
 
     `sources` are the names of the sources.
     """
@@ -94,12 +79,5 @@ def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str,
                 f"{[*found.values()][-1]} have; add it to all rows, or let the plugin that renders "
                 "them give a default"
             )
-        kind = common_type(found)
-        if kind is None:
-            booleans = found.pop("bool")
-            raise DataError(
-                f"column '{name}': {booleans} holds booleans and {[*found.values()][-1]} holds "
-                "numbers; make them the same type"
-            )
-        columns[name] = kind
+        columns[name] = COLUMN_TYPES[np.result_type(*found).kind]
     return columns
