@@ -269,7 +269,7 @@ def test_rows_without_values_are_named_or_have_defaults(tmp_path, base):
     rows = rows_of(base[1])
     empty = [dict.fromkeys(row) if number < 3 else row for number, row in enumerate(rows)]
     source = save(empty, tmp_path / "empty")
-    refuse(base, source, "rows 0, 1, 2 (counting from 0): no 'input_ids', which other rows have")
+    refuse(base, source, "rows 0, 1, 2 (counting from 0): no 'input_ids': the row has no columns")
     lines = tmp_path / "lines.jsonl"
     lines.write_text("{\n" * 3 + write_jsonl(tmp_path / "rows.jsonl", rows[3:]).read_text())
     refuse(base, lines, "lines 1, 2, 3: not a JSON object")

@@ -14,7 +14,7 @@ from ..base.types import Rows
 from ..data.chat import Chat
 from ..data.formats import TEXTS, BadRow, format_of, read_chat
 from ..data.jsonl import name_rows
-from ..data.render import renamed, without
+from ..data.render import renamed
 from ..data.sample import Sample
 from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ..data.sources import OpenSource, read_lead_row
@@ -93,14 +93,14 @@ def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: A
     for number, row in chain.from_iterable(zip(*pair, strict=True) for pair in read):
         if not isinstance(row, dict):
             continue
-        named = renamed(without(row, work.data.ignore), work.data.columns)
+        named = renamed(row, work.data)
         try:
             conversation = read_chat(kind, named)
             text = "\n".join(text for text, _ in chat.render(conversation).texts)
         except BadRow:
             continue
         for message in conversation.messages:
-            content = message.get("content") or ""
+            content = message["content"]
             if content.strip() not in text:
                 found[f"the chat template drops words of the {message['role']}"].append(number)
             for token in special.findall(content):

@@ -19,7 +19,6 @@ from .outlines import Outlines, RenderedChat, Text
 from .turns import (
     ASK,
     Refused,
-    Turn,
     TurnFinder,
     Write,
     ensure_written,
@@ -118,7 +117,9 @@ class Chat:
                 "it has tools, and the chat template takes none (set model.chat_template, take a "
                 "model whose template does, or take the tools out)"
             )
-        variables = {**self.variables, "tools": chat.tools, **(chat.variables or {})}
+        variables = {**self.variables, **(chat.variables or {})}
+        if chat.tools:
+            variables["tools"] = chat.tools
         try:
             return self._render(chat, variables)
         except Refused as error:
@@ -144,16 +145,15 @@ class Chat:
         compared = [] if self.mask in (WHOLE, BLOCKS) else trained
         text, marks = self.write(messages, variables)
         _ensure_context(chat, compared, text, write)
-        find = TurnFinder(write, self.special, self.stop, self.end).find
         if self.mask == WHOLE:
-            left_out = [find(messages, n) for n in answers if n not in trained]
-            return RenderedChat([(text, _spans_around(left_out, text))])
+            return RenderedChat([(text, [(0, len(text))])])
         if self.mask == BLOCKS:
             spans = marks if trained == answers else _choose(marks, answers, trained)
             return RenderedChat(
                 [(text, spans)], _lost_thoughts((messages[n], text) for n in answers)
             )
-        turns = [find(messages, number) for number in trained]
+        finder = TurnFinder(write, self.special, self.stop, self.end)
+        turns = [finder.find(messages, number) for number in trained]
         warnings = _lost_thoughts(
             (messages[number], turn.answer) for number, turn in zip(trained, turns, strict=True)
         )
@@ -167,15 +167,20 @@ class Chat:
 
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """Return the assistant's messages that are trained."""
-        every = self.train_on == "all"
-        for number, flag in chat.flags.items():
-            if number not in answers and flag != every:
-                role, wish = chat.messages[number]["role"], "not to be" if every else "to be"
-                raise BadRow(f"a turn of the {role} is {wish} trained; only the assistant's can be")
+        if self.train_on == "all":
+            if all(chat.flags.values()):
+                return answers
+            raise BadRow(
+                'a turn is not to be trained, and data.train_on = "all" trains every token; set '
+                'data.train_on = "assistant"'
+            )
+        if wrong := [n for n, flag in chat.flags.items() if flag and n not in answers]:
+            role = chat.messages[wrong[0]]["role"]
+            raise BadRow(f"a turn of the {role} is to be trained; only the assistant's can be")
         last = answers[-1:] if self.train_on == "last" else answers
-        candidates = last if every else [n for n in last if n >= chat.num_prompt]
+        candidates = [n for n in last if n >= chat.num_prompt]
         trained = [n for n in candidates if chat.flags.get(n, True)]
-        if candidates and not trained and not every:
+        if candidates and not trained:
             raise BadRow("no trained token: the row's own flags leave nothing")
         if len(trained) > MAX_ANSWERS and self.mask == SERVED:
             raise BadRow(
@@ -237,17 +242,6 @@ def _lost_thoughts(answers: Iterable[tuple[Row, str]]) -> list[str]:
     return [DROPPED_THOUGHT] if lost else []
 
 
-def _spans_around(turns: list[Turn], text: str) -> list[Span]:
-    """Return the spans of a text around the answers of turns that are not trained."""
-    if not all(text.startswith(turn.text) for turn in turns):
-        raise BadRow(
-            "the chat template writes a turn otherwise once others follow, so a turn cannot be "
-            'left out of data.train_on = "all"; set data.train_on = "assistant"'
-        )
-    edges = [0, *(edge for turn in turns for edge in turn.span), len(text)]
-    return [*zip(edges[::2], edges[1::2], strict=True)]
-
-
 def _choose(marks: list[Span], answers: list[int], trained: list[int]) -> list[Span]:
     """Return the marked spans of the trained answers."""
     if len(marks) != len(answers):
@@ -270,9 +264,11 @@ def _ensure_context(chat: Conversation, served: list[int], text: str, write: Wri
     stand_for: dict[str, str] = {}
     others = [
         other_words(turn, stand_for)
-        if turn["role"] == "tool" or (turn.get("tool_calls") and number not in served)
+        if turn["role"] == "tool"
+        else other_words({**turn, "content": ""}, stand_for)
+        if turn.get("tool_calls") and number not in served
         else turn
         for number, turn in enumerate(chat.messages)
     ]
     if stand_for:
-        ensure_written(stand_for, write(others, False), besides=["words of the assistant"])
+        ensure_written(stand_for, write(others, False))

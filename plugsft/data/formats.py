@@ -82,8 +82,8 @@ def read_turns(turns: list[Any]) -> Conversation:
 def check_order(messages: list[Row]) -> list[str]:
     """Return warnings about an unusual order of turns."""
     roles = [message["role"] for message in messages]
-    repeated = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
-    warnings = [f"two turns of the {role} in a row" for role in sorted(repeated)]
+    repeated = [role for role in ("assistant", "user") if (role, role) in pairwise(roles)]
+    warnings = [f"two turns of the {role} in a row" for role in repeated]
     if roles[-1] != "assistant":
         warnings.append(f"the conversation ends with a turn of the {roles[-1]}")
     return warnings

@@ -4,7 +4,8 @@ Columns that nothing reads, though they change the meaning of a row, are refused
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import compress, starmap
 from operator import lt
 from typing import Any
@@ -19,7 +20,7 @@ from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weigh
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat
 from .formats import READ, TEXTS, BadRow, check_order, format_of, read_chat, read_text, read_weight
-from .outlines import Text
+from .outlines import RenderedChat
 
 _LABELS, _PAIRS, _SCORES = (
     Capability.bundled(name).table
@@ -64,27 +65,34 @@ WARNED = {
     "history": "holds earlier turns",
 }
 """Columns with information that hardly changes the meaning of a row -> their own meaning."""
-Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], str]
-"""A function that renders a row, with warnings, and how its spans are found."""
+MASKS = {True: "every token of the text", False: "the completion, and the end of the text"}
+"""Whether all of a text is trained -> how its span is found."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format of formats.py; None for rows of another format."""
     if (kind := readable_format(lead_row(rows, data))) is None:
         return None
-    return render_as(kind, [renamed(row, data.columns) for row in rows], tokenizer, data)
+    return render_as(kind, [renamed(row, data) for row in rows], tokenizer, data)
 
 
 def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
-    render_row, result.mask = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
+    if kind in TEXTS:
+        every = kind == "text" or data.train_on == "all"
+        result.mask = MASKS[every]
+        render_row = partial(_render_text, kind, tokenizer.eos_token, every)
+    else:
+        chat = Chat(tokenizer, data)
+        result.mask = chat.mask
+        render_row = partial(_render_chat, kind, chat)
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            examples, warnings = render_row(row)
+            rendered = render_row(row)
             weights[number] = read_weight(row)
-            for text, spans in examples:
+            for text, spans in rendered.texts:
                 if not text.isascii():
                     text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
                 if not any(starmap(lt, spans)):
@@ -94,12 +102,12 @@ def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> R
         except BadRow as error:
             result.bad[number] = str(error)
         else:
-            for turn, (text, spans) in enumerate(examples):
+            for turn, (text, spans) in enumerate(rendered.texts):
                 result.texts.append(text)
                 result.spans.append(spans)
                 result.rows.append(number)
                 result.turns.append(turn)
-            for warning in warnings:
+            for warning in rendered.warnings:
                 result.warnings.setdefault(warning, []).append(number)
     if any(WEIGHT in row for row in rows):
         result.columns[WEIGHT] = weights
@@ -121,29 +129,17 @@ def readable_format(first: Row) -> str | None:
     return kind
 
 
-def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
-    chat = Chat(tokenizer, data)
-
-    def text_of(row: Row) -> tuple[list[Text], list[str]]:
-        conversation = read_chat(kind, row)
-        rendered = chat.render(conversation)
-        return rendered.texts, [*check_order(conversation.messages), *rendered.warnings]
-
-    return text_of, chat.mask
+def _render_chat(kind: str, chat: Chat, row: Row) -> RenderedChat:
+    conversation = read_chat(kind, row)
+    rendered = chat.render(conversation)
+    return RenderedChat(rendered.texts, [*check_order(conversation.messages), *rendered.warnings])
 
 
-def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
-    whole, end = kind == "text", tokenizer.eos_token
-    every = whole or data.train_on == "all"
-
-    def text_of(row: Row) -> tuple[list[Text], list[str]]:
-        prompt = "" if whole else read_text(row, "prompt", allow_empty=True)
-        text = prompt + read_text(row, kind)
-        text = text if text.endswith(end) else text + end
-        return [(text, [(0 if every else len(prompt), len(text))])], []
-
-    mask = "every token of the text" if every else "the completion, and the end of the text"
-    return text_of, mask
+def _render_text(kind: str, end: str, every: bool, row: Row) -> RenderedChat:
+    prompt = "" if kind == "text" else read_text(row, "prompt", allow_empty=True)
+    text = prompt + read_text(row, kind)
+    text = text if text.endswith(end) else text + end
+    return RenderedChat([(text, [(0 if every else len(prompt), len(text))])])
 
 
 def without(row: Row, columns: Collection[str]) -> Row:
@@ -160,7 +156,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
         return
     unread: set[str] = set()
     for number, row in enumerate(rows):
-        values = without(renamed(row, data.columns), rendered.read)
+        values = without(renamed(row, data), rendered.read)
         unread.update(values)
         if number in rendered.bad:
             continue
@@ -228,8 +224,7 @@ def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
     """
     if data._lead_row:
         return data._lead_row
-    full = [row for row in rows if row and isinstance(row, dict)]
-    named = [renamed(without(row, data.ignore), data.columns) for row in full]
+    named = [renamed(row, data) for row in rows if row and isinstance(row, dict)]
     formats = Counter(map(format_of, named))
 
     def rank(row: Row) -> tuple[int, int]:
@@ -238,7 +233,7 @@ def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
     return max(named, key=rank, default={})
 
 
-def renamed(row: Row, columns: dict[str, str]) -> Row:
-    """Rename a row's columns to the names of the formats."""
-    others = {name: value for name, value in row.items() if name not in columns.values()}
-    return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
+def renamed(row: Row, data: Data) -> Row:
+    """Return a row with the names that the formats have, without ignored columns."""
+    others = without(row, {*data.ignore, *data.columns.values()})
+    return others | {ours: row[yours] for ours, yours in data.columns.items() if yours in row}

@@ -17,8 +17,8 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, format_of, read_weight
-from .render import judge_columns, lead_row, renamed, without
+from .formats import BadRow, format_of, read_weight, value_of
+from .render import judge_columns, lead_row, renamed
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"
 TRAINED = (LABELS, "loss_mask", "completion_mask", "assistant_masks")
@@ -45,7 +45,6 @@ def read_tokens(
 ) -> tuple[Rendered, Encoded, Mask]:
     """Return rows of tokens as rendered and encoded, and which tokens are trained."""
     result = Rendered(read=READ)
-    rows = [without(row, data.ignore) for row in rows]
     judge_columns(rows, result, data)
     own = _masks_of(lead_row(rows, data))
     if data.train_on != ("assistant" if own else "all"):
@@ -60,7 +59,7 @@ def read_tokens(
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            named = renamed(row, data.columns)
+            named = renamed(row, data)
             row_ids, row_mask = _tokens_of(named, own, len(tokenizer.token_bytes))
             weights[number] = read_weight(named)
         except BadRow as error:
@@ -126,10 +125,9 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
 
 
 def _integers(row: Row, name: str, size: int | None = None) -> Ints:
-    if row.get(name) is None:
-        raise BadRow(f"no '{name}', which other rows have")
+    value = value_of(row, name)
     try:
-        values: NDArray[Any] = np.array(row[name])
+        values: NDArray[Any] = np.array(value)
     except (ValueError, TypeError, OverflowError):
         values = np.zeros(())
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
