@@ -5,7 +5,6 @@ import json
 import pickle
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -393,11 +392,11 @@ def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
     _, first, number = np.unique(rows, return_index=True, return_counts=True)
     several = number > 1
     if several.any():
-        tokens, longest = np.add.reduceat(counts, first), np.maximum.reduceat(counts, first)
-        shard.unrolled = Counter(
+        parts, longest = np.repeat(several, number), np.maximum.reduceat(counts, first)
+        shard.unrolled.update(
             chats=int(several.sum()),
-            examples=int(number[several].sum()),
-            tokens=int(tokens[several].sum()),
+            examples=int(parts.sum()),
+            tokens=int(counts[parts].sum()),
             longest=int(longest[several].sum()),
         )
 

@@ -9,6 +9,7 @@ here.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -40,27 +41,27 @@ ROWS_NOT_HELD_OUT = (
 )
 
 
+@dataclass(eq=False)
 class OpenSource(JoinedRows):
     """The rows that a recipe takes from a source: ranges of its splits."""
 
-    def __init__(
-        self,
-        source: Source,
-        where: str,
-        find: Callable[[], Mapping[str, Rows]],
-        identify: Callable[[], str],
-    ) -> None:
-        self.source, self._where, self._find, self._identify = source, where, find, identify
+    source: Source
+    where: str
+    """The recipe's key and the name, for messages."""
+    find: Callable[[], Mapping[str, Rows]]
+    """Gives all rows of the source, by split."""
+    identify: Callable[[], str]
+    """Gives a checksum of its content."""
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """A checksum of the source's content, and the split."""
-        return {"content": self._identify(), "split": self.source.split}
+        return {"content": self.identify(), "split": self.source.split}
 
     @cached_property
     def splits(self) -> Mapping[str, Rows]:
         """All rows of the source."""
-        return self._find()
+        return self.find()
 
     @cached_property
     def ranges(self) -> list[Range]:
@@ -70,7 +71,7 @@ class OpenSource(JoinedRows):
             return [(split, 0, sizes[split])]
         from .readers.dataset import parse_split
 
-        return parse_split(split, sizes, self._where)
+        return parse_split(split, sizes, self.where)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class OpenSource(JoinedRows):
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
             split = self.source.split
-            raise DataError(f"{self._where} (split '{split}'): has no rows; set another split")
+            raise DataError(f"{self.where} (split '{split}'): has no rows; set another split")
         return parts
 
 
