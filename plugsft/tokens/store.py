@@ -131,7 +131,9 @@ class Tokens:
 
     def plan_columns(self) -> dict[str, NDArray[Any]]:
         """Collect the columns that `plan_batches` gets: these, and the shapes of examples."""
-        first, second = self._first_lengths, self.lengths - self._first_lengths
+        first, second = self.lengths, np.zeros_like(self.lengths)
+        if self.facts["pairs"]:
+            first, second = self._first_lengths, self.lengths - self._first_lengths
         shapes = {"longest": np.maximum(first, second), "sequences": 1 + (second > 0)}
         if taken := self.columns.keys() & shapes.keys():
             raise PluginError(
@@ -144,8 +146,11 @@ class Tokens:
 
         The shared prompt of a rejected answer is the beginning of the sequence before it.
         """
+        lengths = self.lengths[examples]
+        if not self.facts["pairs"]:
+            return lengths, np.zeros_like(lengths)
         first, seen = self._first_lengths[examples], self._seen[examples]
-        counts = np.stack([first, self.lengths[examples] - first], 1).ravel()
+        counts = np.stack([first, lengths - first], 1).ravel()
         seen = np.stack([np.zeros_like(seen), seen], 1).ravel()
         # An example without a second sequence has one of length 0 there.
         return counts[counts > 0], seen[counts > 0]
