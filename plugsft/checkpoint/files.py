@@ -36,7 +36,7 @@ Shards = Mapping[str, TensorShard]
 
 
 def owned_shards(rank: int, shards: Shards) -> Shards:
-    """Return the shards that a rank writes: whole tensors are written by the first rank."""
+    """Leave out what another rank writes: the first one alone writes whole tensors."""
     return {
         name: shard
         for name, shard in shards.items()
@@ -45,7 +45,7 @@ def owned_shards(rank: int, shards: Shards) -> Shards:
 
 
 def host_has_room(memory: Mapping[str, Tensor], owned: Shards) -> bool:
-    """Tell whether the host has memory for the copies that `stage` adds, on all its ranks."""
+    """Whether all ranks of this host can copy: they measure at the same time."""
     # torch rounds pinned memory up to a power of two.
     size = sum(
         1 << (shard.values.nbytes - 1).bit_length()
@@ -151,14 +151,14 @@ class ShardReader:
         )
 
     def mismatch(self, name: str) -> CheckpointError:
-        """Return the error for a tensor that does not fit the model."""
+        """Name a tensor that the model here has otherwise, or not at all."""
         return CheckpointError(
             f"{self.folder}: {name} does not fit this model: the checkpoint is of another model, "
             "or other weights of it were trained"
         )
 
     def _shards_of(self, name: str) -> Iterator[tuple[int, int, Path]]:
-        """Yield the shards of a tensor; read more files' headers when needed."""
+        """Yield the shards of a tensor; headers of more files are read only when needed."""
         number = 0
         while True:
             shards = self._shards.get(name, [])
@@ -182,6 +182,6 @@ class ShardReader:
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Tell whether a type can represent every number of another."""
+    """Whether a type can represent every number of another."""
     floating = narrow.is_floating_point and wide.is_floating_point
     return narrow == wide or (floating and torch.promote_types(narrow, wide) == wide)

@@ -52,7 +52,7 @@ def ensure_saveable(model: Any) -> None:
 
 
 def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model that transformers saves."""
+    """Leave out what transformers does not save, such as tensors that it makes again."""
     ignored = model._keys_to_ignore_on_save or ()
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 
@@ -114,12 +114,12 @@ def ensure_written(
 
 
 def read_adapters(folder: Path) -> WeightFiles:
-    """Return the tensors of a folder of adapters."""
+    """Adapters keep their names in files, so no model is needed."""
     return WeightFiles(None, tensors_in(folder.glob("*.safetensors")))
 
 
 def name_in_file(name: str) -> str:
-    """Return the name in a file: peft leaves its own words out."""
+    """peft leaves its own words out of the names in files."""
     name = name.replace("modules_to_save.default.", "").removesuffix(".default")
     return name.replace(".default.", ".")
 

@@ -154,14 +154,14 @@ def settings_of(encode: Encoder, optimizer: Optimizer, folder: str) -> list[Valu
 
 
 def _extra(optimizer: Optimizer) -> Values:
-    """Return the entries that an optimizer adds to its `state_dict`."""
+    """Entries that an optimizer adds to its `state_dict` belong to no weight and no group."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return {}
     return {k: v for k, v in optimizer.state_dict().items() if k not in STATE_DICT_KEYS}
 
 
 def _changed(now: list[Values], initial: list[Values]) -> list[Values]:
-    """Return what training has changed; NaN equals NaN."""
+    """Leave out settings, which are as they were at first; as text, NaN equals NaN."""
     none: Values = {}
     return [
         {

@@ -96,7 +96,7 @@ class Checkpoints:
         self._saving: Saving | None = None
 
     def due(self, step: int) -> bool:
-        """Tell whether a checkpoint is written after this step."""
+        """Whether a checkpoint is written after this step."""
         best = self.best and self.best.step
         return step in (best, self._steps) or (self._every > 0 and step % self._every == 0)
 
@@ -253,7 +253,7 @@ class Checkpoints:
         return saved
 
     def _best_of(self, saved: dict[str, Any]) -> Best | None:
-        """Return the best evaluation that a checkpoint knows, if its checkpoint is there."""
+        """Forget the best evaluation that a checkpoint knows if its own checkpoint is missing."""
         if self._recipe.checkpoint.keep_best is None or not saved.get("best"):
             return None
         best = Best(*saved["best"])
@@ -309,5 +309,7 @@ def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Pa
             return path
         damaged.append(f"{path}: the checkpoint is damaged: {errors[0]}")
     if damaged:
-        raise CheckpointError("; ".join(damaged))
+        raise CheckpointError(
+            f"{'; '.join(damaged)}. Put their files back, or start again with --overwrite"
+        )
     return None

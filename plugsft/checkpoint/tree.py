@@ -116,7 +116,7 @@ class Decoder:
     """Whether the weights are divided as in the checkpoint."""
 
     def __call__(self, described: Any, where: str, slot: Any = None) -> Any:
-        """Return the described value."""
+        """Make a value; `where` names it in errors, `slot` is as for the encoder."""
         if not isinstance(described, Mapping):
             return described
         if "tensor" in described:
@@ -185,12 +185,12 @@ def where_in_plugin(name: str) -> str:
 
 
 def _part(key: Any) -> str:
-    """Return a key as a part of a tensor's name: 1 and "1" differ."""
+    """Write a key as a part of a tensor's name: 1 and "1" differ."""
     return quote(key, safe="") if isinstance(key, str) else f"#{key}"
 
 
 def _is_like(tensor: Any, weight: Any) -> bool:
-    """Tell whether a tensor has its weight's shape, and the ranks the same parts of both."""
+    """Whether a tensor has its weight's shape, and the ranks the same parts of both."""
     parts, of_weight = (getattr(it, "placements", None) for it in (tensor, weight))
     return tensor.shape == weight.shape and parts == of_weight
 

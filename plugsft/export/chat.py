@@ -113,7 +113,6 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if adapted:
         place, revision = base_model(folder)
         ensure_safetensors(place, revision)
-        ensure_same_base(folder, place, revision)
         options |= {"revision": revision or "main"} | quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
@@ -125,6 +124,8 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         raise PlugsftError(
             f"{folder}: no model could be loaded: {explain_load_error(place, error)}"
         ) from error
+    if adapted:
+        ensure_same_base(folder, place, revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -161,7 +161,6 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
         raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
     base, revision = base_model(folder)
     ensure_safetensors(base, revision)
-    ensure_same_base(folder, base, revision)
     quantized, trained = quantization(folder), None
     try:
         options: dict[str, Any] = {
@@ -187,6 +186,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             f"{folder}: the adapters cannot be loaded onto their base model {base}: "
             f"{explain_load_error(base, error)}"
         ) from error
+    ensure_same_base(folder, base, revision)
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")
     return model.eval(), dtype, trained
@@ -264,7 +264,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
     base = state["inputs"].get(WEIGHT_FILES)
-    if len(trained) < len([*model.parameters()]):
+    if base and len(trained) < len([*model.parameters()]):
         ensure_same_files(path, base, how.path, recipe.model.revision)
     with torch.no_grad(), ShardReader(path) as reader:
         ensure_same_parameters(reader, trained, state["weights"])
@@ -274,7 +274,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
-        if (building / ADAPTER).is_file():
+        if base and (building / ADAPTER).is_file():
             write_json(building / BASE, {"files": base})
         add_card(building, path, name)
 

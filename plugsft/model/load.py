@@ -139,7 +139,7 @@ def keep_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_all_weights(model: PreTrainedModel, files: WeightFiles) -> bool:
-    """Tell whether the files hold each tensor of a model with its shape, and tied ones alike."""
+    """Whether the files hold each tensor of a model with its shape, and tied ones alike."""
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
     if any(files.shapes.get(name) != whole_shape(it) for name, it in tensors.items()):
         return False

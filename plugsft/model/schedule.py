@@ -115,7 +115,7 @@ def long_warmup(train: Train, total: int) -> str:
 
 
 def schedule_factor(train: Train, total: int) -> Factor:
-    """Return the recipe's schedule of a run of `total` steps."""
+    """Make the recipe's schedule for a run of `total` steps; refuse options that it lacks."""
     steps = Steps(total, warmup_steps(train, total), train.learning_rate)
     schedule, options = SCHEDULES[train.schedule], train.schedule_options
     try:
@@ -150,7 +150,7 @@ def _explain(schedule: str, names: list[str], error: dict[str, Any]) -> str:
 
 
 def _cosine(share: float, cycles: float) -> float:
-    """Return a cosine that starts at 1 and is 0 after half a cycle."""
+    """Fall from 1 to 0 over the first half of a cycle."""
     return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * share))
 
 

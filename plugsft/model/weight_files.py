@@ -78,7 +78,7 @@ class TensorGroup:
         )
 
     def rows(self, start: int, stop: int) -> "TensorGroup":
-        """Return the group for these rows only."""
+        """Leave out the sources of other rows."""
         lists: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in self.sources:
             lists.setdefault(pattern, []).append((pattern, name))
@@ -86,7 +86,7 @@ class TensorGroup:
         return TensorGroup(self.target, self.converter, selected)
 
     def convert(self, model: Any, read: Read) -> dict[str, Tensor]:
-        """Return the model's tensors by name."""
+        """Make the model's tensors, by name, from those in the files."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         converter: Any = copy.deepcopy(self.converter)
@@ -125,7 +125,7 @@ def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
 def converted_shapes(
     model: Any, shapes: Mapping[str, Iterable[int]]
 ) -> dict[str, tuple[tuple[int, ...], TensorGroup]]:
-    """Return the shape and group of each tensor of the model, from the shapes in the files."""
+    """Convert shapes alone: each tensor of the model gets its shape and its group."""
 
     def read(name: str) -> Tensor:
         return torch.empty(tuple(shapes[name]), device="meta")
@@ -138,7 +138,7 @@ def converted_shapes(
 
 
 def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
-    """Return an unsharded copy of the model on the meta device, or one of another class."""
+    """Build the model again without weights and undivided, or one of another class."""
     if model_class is None:
         # FSDP2 replaces the class by a subclass.
         classes = type(model).__mro__
@@ -265,7 +265,7 @@ def tensors_in(files: Iterable[str | Path]) -> dict[str, str]:
 
 
 def sampled_digest(path: str, revision: str | None) -> str:
-    """Return a checksum of samples of a pretrained model's files, wherever these lie."""
+    """Tell models apart by samples of their files: reading all of these would take minutes."""
     files = sorted({*find_weight_files(path, revision).values()})
     return digest({Path(file).name: _sampled(Path(file)) for file in files})[:8]
 
