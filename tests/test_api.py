@@ -177,7 +177,8 @@ def test_prepare_and_inspect_return_data(tables, tmp_path):
     assert [20] in source.bad_rows.values() and not seen.errors and seen.warnings
     assert rows[0]["messages"][1]["content"].split()[0] in row.trained_text
     assert all(token.ids for token in row.tokens) and row.trained_text in str(row).replace("][", "")
-    assert "<pre" in seen._repr_html_() and "line 21: no trained token<" in seen._repr_html_()
+    page = seen._repr_html_()
+    assert "<pre" in page and "line 21: no trained token; dropped<" in page
     [error] = plugsft.api.inspect(tables).errors
     assert "line 21" in error and "on_bad_row" in error
 

@@ -146,7 +146,7 @@ def test_times_in_summaries_are_no_difference(runs):
     _, parts = told(run_plugsft("diff", runs / "one", runs / "later"))
     assert cells(parts["plugins"]) == {
         "ahead.wait": ["2 ms", "1,310 ms"],
-        "ahead: summary": ["one, built in 0.41 s", "later, built in 3.00 s"],
+        "ahead: summary": ["one, built in …", "later, built in …"],
     }
 
 

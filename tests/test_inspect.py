@@ -423,7 +423,7 @@ def test_the_page_says_what_the_terminal_says(tiny, tmp_path, inspect):
     path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
     shown = inspect(path, "data.max_length=40", html=html)
     said = " ".join(" ".join(Page(html.read_text()).words).split())
-    for label in ("lengths", "trained", "mask", "unused"):
+    for label in ("lengths", "trained", "mask"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
         assert line.removeprefix(f"{label:<11}") in said
     for warning in re.findall(r"^warning +(.*)$", shown, re.MULTILINE):

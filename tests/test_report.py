@@ -207,11 +207,10 @@ def test_metrics_of_pairs_are_listed_and_drawn_together() -> None:
     assert shared["logp_chosen"] == shared["logp_rejected"] == "logps"
 
 
-def test_steps_done_again_replace_the_lost_ones() -> None:
-    metrics = [*training(5), {"step": 5, "eval_loss": 9}, {"step": 3, "loss": 70}]
-    curves = Page(render(RUN, metrics)).numbers["curves"]
-    assert curves["loss"] == {"x": [1, 2, 3], "y": [6, 3, 70]}
-    assert curves["eval_loss"] == {"x": [5], "y": [9]}
+def test_a_profile_is_a_table_of_shares_and_findings() -> None:
+    profile = {"shares": {"forward": 0.31, "data": 0.69}, "findings": ["The GPU waits for data."]}
+    page = Page(render({**RUN, "profile": profile}, training(3)))
+    assert "Where the time went forward 31% data 69% findings The GPU waits for data." in page.text
 
 
 def test_smoothing_does_not_lag() -> None:

@@ -242,7 +242,7 @@ def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
     recipe = tiny(rows=rows)
     commands = {
         "unused columns: label, score, url": lambda: check(recipe, [], [], None),
-        "unused label, score, url": lambda: inspect(recipe, [], []),
+        "unused columns label, score, url": lambda: inspect(recipe, [], []),
     }
     for command in commands.values():
         with pytest.raises(PlugsftError) as refused:

@@ -103,13 +103,14 @@ def inspect(
         ensure_kind(name, number, int, "a whole number")
     with opened(recipe, plugins, without, overrides) as (_, loaded, active):
         from ..audit.inspect_data import opened_rows, views_of
-        from ..audit.rows import audit
+        from ..audit.rows import audit, choose_ranges
         from .isolation import isolated
 
         with isolated(), opened_rows(loaded, active) as (work, sources):
             numbers = range(len(sources))
             views = [view for n in numbers for view in views_of(work, sources, n, first, rows)]
-            audits = [audit(work, sources, n, active, loaded.data, everything) for n in numbers]
+            ranges = [choose_ranges(len(source), everything) for source in sources]
+            audits = [audit(work, sources, n, active, loaded.data, ranges[n]) for n in numbers]
             return Inspection(views, [*map(inspected_source, audits)])
 
 

@@ -174,10 +174,7 @@ def _steps(
     of = f"{per_epoch:,} an epoch of {examples:,} examples{train.replaced_epochs()}"
     findings.ok("steps", f"{about}{steps:,}, {of}")
     if len(layouts):
-        text, warnings = describe_batches(recipe, layouts, lengths)
-        findings.ok("batches", text)
-        for warning in warnings:
-            findings.warn("batches", warning)
+        _batches(findings, recipe, layouts, lengths)
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))
     for warning in filter(None, (long_warmup(train, steps), small_data(train, examples))):
         findings.warn("steps", warning)
@@ -204,41 +201,37 @@ def _describe(recipe: Recipe) -> str:
     return f"{recipe.model.path}; {limit}"
 
 
-def describe_batches(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[str]]:
+def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints) -> None:
     """Describe the size of a step; warn of likely mistakes."""
-    steps = layouts[:STEPS]
+    steps, examples, size = layouts[:STEPS], len(lengths), recipe.train.batch_size
     micro_batches = [lengths[part] for step in steps for rank in step for part in rank if len(part)]
     tokens = sum(int(batch.sum()) for batch in micro_batches)
     per_rank = sum(len(step[0]) for step in steps) / len(steps)
     text = (
-        f"about {tokens / len(steps):,.0f} tokens a step, in {per_rank:,.1f} micro-batches a rank"
+        f"about {tokens / len(steps):,.0f} tokens a step, in {per_rank:,.1f} micro-batches a rank; "
+        f"{tokens / len(micro_batches):,.0f} tokens in a micro-batch"
     )
-    text += f"; {tokens / len(micro_batches):,.0f} tokens in a micro-batch"
     if recipe.provides("packed_rows"):
         key, capacity = recipe.micro_batch_size()
-        text += f", at most {capacity:,} ({key})"
-        return text, warn_of_few_steps(recipe, layouts, len(lengths))
+        findings.ok("batches", f"{text}, at most {capacity:,} ({key})")
+        if len(layouts) * MAX_FEWER * size <= examples:
+            findings.warn(
+                "batches",
+                f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
+                f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
+                f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
+                "to take as many steps as before",
+            )
+        return
     if recipe.provides("preference_pairs"):  # only the sum of a pair's lengths is known here
-        return text, []
+        findings.ok("batches", text)
+        return
     padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
-    warnings = []
+    findings.ok("batches", f"{text}, padding {padding:.0%}")
     if padding > MAX_PADDING:
-        warnings.append(
+        findings.warn(
+            "batches",
             f"{padding:.0%} of all tokens would be padding; "
             f"add {Capability.bundled('packed_rows').table}, which needs none, or "
-            f"{Capability.bundled('sorted_lengths').table}, or lower train.micro_batch"
+            f"{Capability.bundled('sorted_lengths').table}, or lower train.micro_batch",
         )
-    return f"{text}, padding {padding:.0%}", warnings
-
-
-def warn_of_few_steps(recipe: Recipe, layouts: Layouts, examples: int) -> list[str]:
-    """Warn if packing over the whole epoch leaves few steps."""
-    size = recipe.train.batch_size
-    if len(layouts) * MAX_FEWER * size > examples:
-        return []
-    return [
-        f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
-        f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
-        f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
-        "to take as many steps as before"
-    ]

@@ -55,10 +55,11 @@ class Findings:
         out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))
 
 
-def judge_rows(
-    sample: Sample, rows: Rows, data: Data, cut: str = "cut", dropped: str = "; dropped"
-) -> tuple[list[str], list[str]]:
-    """Name the rows that stop the run, then those that are dropped, cut or unusual."""
+def judge_rows(sample: Sample, rows: Rows, data: Data, over: int) -> tuple[list[str], list[str]]:
+    """Name the rows that stop the run, then those that are dropped, cut or unusual.
+
+    `over` is the number of tokens beyond data.max_length.
+    """
     shard, errors, bad = sample.shard, list[str](), list[str]()
     warnings = describe_warnings(shard.warnings, rows)
     for reason, numbers in sorted(shard.bad.items(), key=lambda item: item[1]):
@@ -67,8 +68,11 @@ def judge_rows(
         if data.on_bad_row == "error":
             errors.append(text + cure_bad({reason: numbers}))
         else:
-            warnings.append(text + dropped)
-    for numbers, fate in ((shard.too_long, "dropped"), (shard.truncated, cut)):
+            warnings.append(f"{text}; dropped")
+    for numbers, fate in (
+        (shard.too_long, "dropped"),
+        (shard.truncated, f"cut by {over:,} tokens"),
+    ):
         text = f"{name_rows(numbers, rows)}: longer than data.max_length = {data.max_length:,}"
         if numbers and data.too_long == "error":
             errors.append(text + CURE_LONG)

@@ -22,7 +22,7 @@ from ..output.folder import ensure_page
 from ..output.report import fill_page
 from ..recipe.tables import Recipe
 from ..registry.active import Active, check
-from .rows import Audit, audit, histogram
+from .rows import Audit, audit, choose_ranges, histogram
 from .tokens import InspectedRow, Piece, draw, has_colour, legend, parts, views
 
 BAR = 40
@@ -53,7 +53,8 @@ def inspect_data(
                 for line in draw(view.tokens, out.width, has_colour(out)):
                     out.print(line)
                 say("")
-            audits.append(audit(work, opened, source, active, recipe.data, everything))
+            ranges = choose_ranges(len(opened[source]), everything)
+            audits.append(audit(work, opened, source, active, recipe.data, ranges))
             _print_audit(audits[-1])
     if page:
         write_page(page, title, audits, shown)
@@ -100,7 +101,7 @@ def _print_audit(result: Audit) -> None:
             say(line)
     for label, text in result.lines:
         if label != "error":  # errors end the command
-            out.print(Text.assemble((f"{label:<11}", STYLES.get(label, "")), text))
+            out.print(Text.assemble((f"{label:<10} ", STYLES.get(label, "")), text))
     say("")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..base.console import format_count
 from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
@@ -28,7 +29,7 @@ SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""
 CHUNK = 1_000
 """Rows that are read at a time."""
-QUANTILES = (5, 25, 50, 75, 95, 99, 100)
+QUANTILES = {"median": 50, "95th percentile": 95, "99th percentile": 99, "longest": 100}
 BINS = 12
 UNLIMITED = 2**31 - 1
 
@@ -74,7 +75,8 @@ class Audit:
         rows = len(self.sample.rows)
         if rows == self.total:
             return f"all {rows:,} rows" if rows > 1 else "its only row"
-        return f"{rows:,} of {self.total:,} rows, in {len(self.sample.ranges)} ranges"
+        ranges = format_count(len(self.sample.ranges), "range")
+        return f"{rows:,} of {self.total:,} rows, in {ranges}"
 
 
 def audit(
@@ -83,23 +85,23 @@ def audit(
     source: int,
     active: Active,
     data: Data,
-    everything: bool,
+    ranges: list[range],
 ) -> Audit:
-    """Audit a sample of a source, or all of it; `data` tells which problems stop a run."""
-    total = len(opened[source])
-    sample = sample_ranges(work, opened, source, choose_ranges(total, everything))
+    """Audit rows of a source; `data` tells which problems stop a run."""
+    sample = sample_ranges(work, opened, source, ranges)
     lengths = _whole_lengths(work, opened, source, sample)
-    rows = opened[source].part(0, total)
+    rows = opened[source].part(0, len(opened[source]))
     result = Audit(work.sources[source].source, rows, work.data.max_length, sample, lengths)
     if sample.shard.examples:
         _measure(result)
         _judge_tokens(result, work)
-    result.facts += [("unused", ", ".join(sample.shard.unread) or "no column")]
+    if sample.shard.unread:
+        result.facts += [("unused columns", ", ".join(sample.shard.unread))]
     if sample.shard.unrolled:
         result.facts += [("chats", describe_unrolled(sample.shard.unrolled))]
     warnings = judge_chats(sample, work, opened[source], active)
     over = int((lengths - data.max_length).clip(0).sum())
-    errors, more = judge_rows(sample, rows, data, f"cut by {over:,} tokens", dropped="")
+    errors, more = judge_rows(sample, rows, data, over)
     result.errors += errors
     result.warnings += [*warnings, *more]
     return result
@@ -116,12 +118,8 @@ def choose_ranges(total: int, everything: bool) -> list[range]:
 
 def quantiles(lengths: Ints) -> dict[str, int]:
     """Return quantiles of the lengths, rising, by their names."""
-    values = np.percentile(lengths, QUANTILES, method="inverted_cdf").astype(np.int64).tolist()
-    names = {50: "median", 100: "longest"}
-    return {
-        names.get(percent, f"{percent}th percentile"): value
-        for percent, value in zip(QUANTILES, values, strict=True)
-    }
+    values = np.percentile(lengths, [*QUANTILES.values()], method="inverted_cdf")
+    return dict(zip(QUANTILES, values.astype(np.int64).tolist(), strict=True))
 
 
 def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
@@ -186,8 +184,11 @@ def _judge_tokens(result: Audit, work: ShardWriter) -> None:
     tokens, cut = result.sample.tokens, {*result.sample.shard.truncated}
     spellings: list[bytes] = work.tokenizer.token_bytes.to_pylist()
     header = _header(work).rstrip()
-    prefix = header.encode()
-    covered = [row for row, ids, mask in _examples(tokens) if _covers(prefix, spellings, ids, mask)]
+    covered = [
+        row
+        for row, ids, mask in _examples(tokens)
+        if header and _covers(header.encode(), spellings, ids, mask)
+    ]
     if covered:
         result.errors.append(
             f"{result.name_rows(covered)}: the mask covers the role '{header}', which the model "
@@ -230,10 +231,8 @@ def _covers(
     header: bytes, spellings: list[bytes], ids: NDArray[np.int32], trained: NDArray[np.bool_]
 ) -> bool:
     """Tell whether a trained span begins with the role."""
-    starts = np.flatnonzero(trained & ~np.concatenate([[False], trained[:-1]]))
-    spans = (ids[start : start + len(header)].tolist() for start in starts.tolist())
-    return any(
-        b"".join(spellings[token] for token in span).startswith(header)
-        for span in spans
-        if header and header.startswith(spellings[span[0]])
-    )
+    for start in np.flatnonzero(trained & np.diff(trained, prepend=False)).tolist():
+        span = ids[start : start + len(header)].tolist()
+        if b"".join(spellings[token] for token in span).startswith(header):
+            return True
+    return False

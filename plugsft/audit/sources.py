@@ -8,18 +8,21 @@ import numpy as np
 
 from ..base.console import format_count
 from ..base.errors import DataError
-from ..data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
-from ..data.sample import EstimatedColumns, make_work, sample_rows
+from ..data.prepare import open_data, open_named_tokens, summarize
+from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
 from ..model.checks import check_weights
 from ..model.config import check_ids
 from ..recipe.tables import Model, Recipe, Source
 from ..registry.active import Active
-from .findings import Findings, judge_chats, judge_rows
+from .findings import Findings
+from .rows import audit
 
 ROWS = 100
 """Rows of each source that are rendered and encoded."""
+NAMED = ("unused columns", "chats")
+"""Facts of an audit that are shown."""
 NOTHING = EstimatedColumns(np.ones(0, np.int64))
 
 
@@ -102,31 +105,25 @@ def _rows(
     opened: list[OpenSource],
     number: int,
 ) -> EstimatedColumns:
-    """Prepare the first rows of a source; estimate the examples of all."""
-    sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
-    shard, rows = sample.shard, opened[number].part(0, len(opened[number]))
-    problems, warnings = judge_rows(sample, rows, recipe.data)
-    first = f"the first {len(sample.rows):,} rows" if len(sample.rows) > 1 else "the first row"
-    if not problems:
-        several = shard.unrolled
-        usable = len({*sample.tokens.rows.tolist()})
-        share = "" if usable == len(sample.rows) else f"{usable:,} of "
-        turns = f" ({describe_unrolled(several)})" if several else ""
-        findings.ok(
-            "rows",
-            f"{source}: {share}{first} can be used{turns}, {shard.examples:,} examples with "
-            f"{shard.tokens / shard.examples:,.0f} tokens each, "
-            f"{shard.trained / shard.tokens:.0%} of them trained on",
-        )
-    warnings += judge_chats(sample, work, opened[number], active)
-    for warning in warnings:
-        findings.warn("rows", f"{source}: {warning}")
-    if shard.unread and not problems:
-        findings.ok("rows", f"{source}: unused columns: {', '.join(shard.unread)}")
+    """Audit the first rows of a source; estimate the examples of all."""
+    first = [range(len(opened[number]))[:ROWS]]
+    result = audit(work, opened, number, active, recipe.data, first)
+    sample, shard = result.sample, result.sample.shard
+    for warning in result.warnings:
+        findings.warn("rows", f"{result.name}: {warning}")
     check_ids(recipe, shard.largest)
     check_weights(recipe, active, sample.tokens)
-    if problems:
-        raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
+    if result.errors:
+        raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
+    findings.ok(
+        "rows",
+        f"{result.name}: {result.extent}: {shard.examples:,} examples with "
+        f"{shard.tokens / shard.examples:,.0f} tokens each, "
+        f"{shard.trained / shard.tokens:.0%} of them trained on",
+    )
+    for label, text in result.facts:
+        if label in NAMED:
+            findings.ok("rows", f"{result.name}: {label}: {text}")
     # The examples of the sample in their order, and from the start again.
     of_all = work.sources[number].weight * len(opened[number]) / len(sample.rows)
     count, tokens = round(shard.examples * of_all), sample.tokens

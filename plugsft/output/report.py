@@ -144,7 +144,10 @@ def samples_section(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _sections(run: RunRecord) -> str:
-    page, plugins = _profile(run), dict[str, Any]()
+    page, plugins = "", dict[str, Any]()
+    if profile := {name: f"{share:.0%}" for name, share in run.profile.shares.items()}:
+        findings = {"findings": run.profile.findings}
+        page = f"<h2>Where the time went</h2>\n{_facts(profile | findings)}\n"
     for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
         if data := run.table(key):
             pair = f'<div id="{key}"></div>{_facts(data)}'
@@ -161,16 +164,3 @@ def _sections(run: RunRecord) -> str:
             where |= run.table(key)
     setup = "".join(f"<div><h3>{_show(key)}</h3>{_facts(tables[key])}</div>\n" for key in tables)
     return f'{page}<h2>Setup</h2>\n<div class="facts">{setup}</div>'
-
-
-def _profile(run: RunRecord) -> str:
-    """Draw the shares of a step's time, and the findings of a profiler."""
-    bars = "".join(
-        f'<div class="part"><dt>{_show(name)}</dt><dd>{share:.0%}</dd><dd class="bar">'
-        f'<i style="width: {min(1, share):.1%}"></i></dd></div>\n'
-        for name, share in sorted(run.profile.shares.items(), key=lambda share: -share[1])
-        if share >= 0.005
-    )
-    findings = "".join(f"<p>{_show(line)}</p>" for line in run.profile.findings)
-    note = findings and f'<div class="note">{findings}</div>'
-    return f'<h2>Where the time went</h2>\n{note}<dl class="shares">{bars}</dl>\n' if bars else ""

@@ -105,8 +105,7 @@ def show(title: str, rows: list[Row], lines: list[str]) -> None:
 def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
     """Yield the differences, and the results even if they are the same."""
     yield "recipe", differing(recipe_keys(a.folder), recipe_keys(b.folder)), []
-    plugged = differing(plugins(a), plugins(b))
-    yield "plugins", [row for row in plugged if not only_times_differ(row)], []
+    yield "plugins", differing(plugins(a), plugins(b)), []
     for title in ("versions", "machine", "model", "precision"):
         yield title, differing(a.table(title), b.table(title)), []
     for title, one, other in (("data", a.data, b.data), ("eval", a.eval, b.eval)):
@@ -146,13 +145,10 @@ def plugins(run: RunRecord) -> dict[str, Any]:
     for plugin in run.plugins:
         name = plugin.name
         values |= {**flatten({name: plugin.options}), name: "on"}
-        values |= {f"{name}: summary": plugin.summary, f"{name}: from": plugin.origin}
+        # No two runs share the seconds in a summary.
+        summary = TIME.sub("…", plugin.summary)
+        values |= {f"{name}: summary": summary, f"{name}: from": plugin.origin}
     return values
-
-
-def only_times_differ(row: Row) -> bool:
-    """Tell whether two summaries differ only in seconds, which no two runs share."""
-    return row.name.endswith(": summary") and TIME.sub("", row.a) == TIME.sub("", row.b)
 
 
 def token_changes(a: Data, b: Data) -> list[str]:

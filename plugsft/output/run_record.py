@@ -185,15 +185,9 @@ class RunRecord(Table):
         """The points of each metric, the losses first."""
         series: dict[str, Points] = {}
         for line in self.metrics:
-            step = line["step"]
             for key, value in line.items():
-                points = series.setdefault(key, [])
-                # A resumed run repeats steps after its checkpoint: the later values count.
-                while points and points[-1][0] >= step:
-                    points.pop()
-                points.append((step, number(value)))
+                series.setdefault(key, []).append((line["step"], number(value)))
         known = (key for key in series if key not in NOT_CURVES and finite(series[key]))
-        # Of too many curves, the last ones are left out: never a loss.
         return {key: series[key] for key in sorted(known, key=lambda key: not key.endswith("loss"))}
 
 
