@@ -116,7 +116,7 @@ def _ensure_whole_weights(model: Model) -> None:
 
 
 def gpu_without_bfloat16(recipe: Recipe) -> str | None:
-    """Return the name of a GPU here that is too old for bfloat16."""
+    """A GPU here that is too old for bfloat16, which it would compute slowly or not at all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if recipe.device == "cpu" or visible == "":
         return None
@@ -157,7 +157,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
 def _steps(
     findings: Findings, recipe: Recipe, active: Active, estimate: EstimatedColumns, ranks: int
 ) -> int:
-    """Return the steps of the run, estimated from a sample of its examples."""
+    """Say how many steps there will be, estimated from a sample of the examples."""
     train, lengths = recipe.train, estimate["lengths"]
     examples = len(lengths)
     layouts = active.hooks.plan_batches(

@@ -114,7 +114,7 @@ def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: A
 
 
 def special_tokens(work: ShardWriter) -> re.Pattern[str]:
-    """Return a pattern that matches the tokenizer's special tokens."""
+    """Finds the special tokens in a text: a row may spell one by mistake."""
     added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     return re.compile(
         "|".join(re.escape(token.content) for token in added if token.special) or "$^"

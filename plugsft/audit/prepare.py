@@ -64,7 +64,7 @@ class SharedShardWriter(ShardWriter):
         return super().tokenize(part)
 
     def claim_path(self, part: Slice) -> Path:
-        """Return the file that claims a slice."""
+        """The file that only one process can create."""
         path = self.path(part)
         return path.with_name(f".{path.stem}.claim")
 
@@ -130,7 +130,6 @@ def _join(claims: Claims) -> Iterator[Claim | None]:
 
 
 def _shared_folder(folder: Path) -> Path:
-    """Return the folder that members fill."""
     return folder.with_name(f".{folder.name}.parts-shared")
 
 
@@ -151,7 +150,7 @@ def _prepare_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims
 
 
 def _unfinished(slices: list[Slice], work: SharedShardWriter) -> list[Slice]:
-    """Return the slices without a shard; raise the error that ended another member."""
+    """The slices without a shard; raises the error that ended another member."""
     files = {*os.listdir(work.folder)}
     if FAILED in files:
         raise DataError((work.folder / FAILED).read_text())
@@ -159,7 +158,7 @@ def _unfinished(slices: list[Slice], work: SharedShardWriter) -> list[Slice]:
 
 
 def _free_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -> list[Slice]:
-    """Return the slices that no living member has claimed."""
+    """The slices that no living member has claimed."""
     claimed = {path.name for path in work.folder.glob(".*.claim")}
     paths = {part: work.claim_path(part) for part in slices}
     # Read before we look who is alive: a member joins before it claims.

@@ -108,7 +108,7 @@ def audit(
 
 
 def choose_ranges(total: int, everything: bool) -> list[range]:
-    """Return ranges of rows, evenly spaced in a source, or covering all of it."""
+    """Ranges from all over a source, which is often sorted; or all of it."""
     if everything or total <= SAMPLE:
         return [range(total)[start : start + CHUNK] for start in range(0, total, CHUNK)]
     size = SAMPLE // RANGES
@@ -117,13 +117,13 @@ def choose_ranges(total: int, everything: bool) -> list[range]:
 
 
 def quantiles(lengths: Ints) -> dict[str, int]:
-    """Return quantiles of the lengths, rising, by their names."""
+    """Lengths that occur, by names: to choose data.max_length."""
     values = np.percentile(lengths, [*QUANTILES.values()], method="inverted_cdf")
     return dict(zip(QUANTILES, values.astype(np.int64).tolist(), strict=True))
 
 
 def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
-    """Return bins of equal width: shortest, longest, count."""
+    """Bins of equal width: shortest, longest, count."""
     low, high = int(lengths.min()), int(lengths.max())
     most = min(BINS, math.ceil(2 * math.sqrt(len(lengths))))
     width = math.ceil((high - low + 1) / most)
@@ -135,7 +135,7 @@ def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
 def _whole_lengths(
     work: ShardWriter, opened: list[OpenSource], source: int, sample: Sample
 ) -> Ints:
-    """Return the lengths of all examples; rows that were cut are prepared again, whole."""
+    """The lengths of all examples; rows that were cut are prepared again, whole."""
     shard = sample.shard
     # A bad row may have been cut before its first trained token.
     bad = (row for rows in shard.bad.values() for row in rows)
@@ -215,7 +215,7 @@ def _judge_tokens(result: Audit, work: ShardWriter) -> None:
 
 
 def _header(work: ShardWriter) -> str:
-    """Return the text that names the assistant; empty if there is none, or if it is trained."""
+    """The text that names the assistant; empty if there is none, or if it is trained."""
     if not work.tokenizer.chat_template or work.data.train_on == "all":
         return ""
     try:
@@ -230,7 +230,7 @@ def _header(work: ShardWriter) -> str:
 def _covers(
     header: bytes, spellings: list[bytes], ids: NDArray[np.int32], trained: NDArray[np.bool_]
 ) -> bool:
-    """Tell whether a trained span begins with the role."""
+    """Whether a trained span begins with the role."""
     for start in np.flatnonzero(trained & np.diff(trained, prepend=False)).tolist():
         span = ids[start : start + len(header)].tolist()
         if b"".join(spellings[token] for token in span).startswith(header):

@@ -143,7 +143,7 @@ def make_visible(text: str) -> str:
 
 
 def has_colour(console: Console) -> bool:
-    """Tell whether a console shows shades: not pipes, logs, or terminals of 16 colours."""
+    """Whether a console shows shades: not pipes, logs, or terminals of 16 colours."""
     return console.color_system in ("256", "truecolor") and not console.no_color
 
 
@@ -181,7 +181,7 @@ def paint(pieces: Sequence[Piece]) -> Text:
 
 
 def underline(line: Text) -> str:
-    """Return marks below the trained tokens of a line."""
+    """Marks below the trained tokens, for consoles without shades."""
     marks = [" "] * len(line)
     for start, end, style in line.spans:
         if mark := UNDERLINES.get(str(style)):

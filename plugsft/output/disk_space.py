@@ -49,7 +49,7 @@ def parameters(scratch: Scratch) -> int:
 
 
 def _weights(model: Model) -> int | None:
-    """Return the bytes of the model's weights, as far as they are on this machine."""
+    """Bytes of the weights as they are written; None if the model is not on this machine."""
     if model.scratch:
         return parameters(model.scratch) * BYTES[model.dtype]
     folder = Path(str(model.path))

@@ -51,7 +51,7 @@ def ensure_inputs(recipe: Recipe, path: Path) -> None:
 
 
 def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
-    """Return the problems of the files and folders that a recipe reads, by their names."""
+    """The problems of what a recipe reads, by file name: `check` goes on with the other files."""
     wrong = {}
     for key, name in _inputs(recipe):
         warn_of_changes(Path(name))  # a model, adapters to go on from, a reference
@@ -91,12 +91,12 @@ def _problem(recipe: Recipe, key: str, name: str, path: Path) -> str:
 
 
 def is_model(folder: Path) -> bool:
-    """Tell whether a folder holds a model or adapters."""
+    """Whether transformers or peft would load the folder."""
     return any((folder / name).is_file() for name in ("config.json", ADAPTER))
 
 
 def base_model(folder: Path) -> tuple[str, str | None]:
-    """Return the base model of a folder of adapters, and its revision."""
+    """The model that a folder of adapters is for, and its revision."""
     try:
         config = read_json_object(folder / ADAPTER)
         base, revision = str(config["base_model_name_or_path"]), config.get("revision")
@@ -111,7 +111,7 @@ def base_model(folder: Path) -> tuple[str, str | None]:
 
 
 def suggest_name(path: Path) -> str:
-    """Return "; did you mean 'x'?" for the first missing part of a path."""
+    """A hint for the first part of a path that is missing: those behind it are missing anyway."""
     while not path.parent.exists():
         path = path.parent
     siblings = path.parent.glob("*")
@@ -139,7 +139,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _is_path(key: str, name: str, recipe: Recipe) -> bool:
-    """Tell whether a name is a path; a name on the hub has at most one slash."""
+    """Whether a name is a path: one on the hub has at most one slash, and no ending of a file."""
     if "://" in name and key.endswith("source"):
         return False
     if name.startswith((".", "/")) or name.count("/") > 1 or name.endswith(ENDINGS):
@@ -192,7 +192,7 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Tell whether a run is writing into an output folder."""
+    """Whether a run writes into the folder now: a killed one has left its record as running."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -224,7 +224,7 @@ def ensure_ours(folder: Path) -> None:
 
 
 def is_result(path: Path) -> bool:
-    """Tell whether a run may replace a file: it does not exist, or a run wrote it."""
+    """Whether a run may replace a file: it does not exist, or a run wrote it."""
     if not path.exists():
         return True
     if path.name in SIGNS:
@@ -241,7 +241,7 @@ def is_result(path: Path) -> bool:
 
 
 def has_sign(path: Path) -> bool:
-    """Tell from its first characters whether plugsft wrote a page or lines of JSON."""
+    """Whether plugsft wrote a page or lines of JSON, by the first characters: they may be large."""
     begin, sign = b"?", SIGNS.get(path.name, PAGE)
     with suppress(OSError), path.open("rb") as file:
         begin = file.read(2000)
@@ -260,7 +260,7 @@ def ensure_page(path: Path, option: str) -> None:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the published checkpoint of the last step, if any."""
+    """The published checkpoint of the last step: half-written ones have no name yet."""
     return next(reversed(list_checkpoints(checkpoints)), None)
 
 
@@ -270,7 +270,7 @@ def describe_results(folder: Path) -> str:
 
 
 def results_of(folder: Path) -> tuple[str, str]:
-    """Return what an earlier run left, and the cure; empty texts if nothing."""
+    """What an earlier run left, and the cure; empty texts if nothing."""
     last = newest_checkpoint(folder / "checkpoints")
     other = "start again with --overwrite, or choose another folder (output=...)"
     if is_published(folder / "model"):
@@ -286,7 +286,7 @@ def results_of(folder: Path) -> tuple[str, str]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return a run's record; that of a run which has not ended is as of its last step."""
+    """A run's record; run.json of a run that was killed is older than its last step."""
     path = folder / "run.json"
     try:
         facts = check_depth(read_json_object(path), TABLES)
@@ -316,7 +316,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def as_of(run: RunRecord, step: int, status: str) -> RunRecord:
-    """Return what was known of a run after a step."""
+    """What was known of a run after a step; means of the whole run are left out."""
     gone: dict[str, Any] = {"seconds": None, "throughput": {}, "memory": {}}
     steps = run.steps.model_copy(update={"done": step})
     known = run.model_copy(update=gone | {"status": status, "steps": steps})
@@ -325,7 +325,7 @@ def as_of(run: RunRecord, step: int, status: str) -> RunRecord:
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's recipe."""
+    """The recipe as the run had it, with all defaults."""
     path = folder / "recipe.toml"
     if not path.is_file():
         raise RecipeError(
@@ -336,13 +336,13 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def find_run(folder: Path) -> RunRecord:
-    """Return a run's record; an empty one if it cannot be read."""
+    """A run's record; an empty one if it cannot be read, where the record only adds to a text."""
     with suppress(RecipeError):
         return read_run(folder)
     return RunRecord(folder=folder, status="unknown")
 
 
 def how_to_continue(folder: Path) -> str:
-    """Return the command that continues a run which was killed."""
+    """The command for a run that was killed: without a checkpoint it begins again."""
     option = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
     return f"plugsft {shlex.quote(str(folder / 'recipe.toml'))} {option}"

@@ -46,7 +46,7 @@ def write(folder: Path) -> Path:
 
 
 def render(run: RunRecord, samples: Sequence[dict[str, Any]] = ()) -> str:
-    """Return a run's page."""
+    """The whole page: its script finds the curves' numbers in it."""
     series = run.series
     noisy = {k: v for k, v in series.items() if len(v) >= 2 * SMOOTHED and not k.startswith(STEADY)}
     tables = {key: run.facts.get(key) or {} for key in ("data", "eval")}
@@ -67,7 +67,7 @@ def render(run: RunRecord, samples: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:
-    """Return a page with the shared head and these parts; their texts are escaped."""
+    """Fill in a page with the shared head; the texts of the parts are escaped."""
     page = skeleton.read_text("utf-8").replace("<!--shared head-->\n", HEAD.read_text("utf-8"))
     # An escaped text holds no "<", so it cannot pass for a mark.
     for mark, part in {"scripts": scripts, **parts}.items():
@@ -82,7 +82,7 @@ def _stretches(points: Points, count: int) -> list[Points]:
 
 
 def _smooth(points: Points) -> Points:
-    """Return the means of stretches, in the middle of each, so that the line does not lag."""
+    """The means of stretches, in the middle of each, so that the line does not lag."""
     values = [finite(stretch) for stretch in _stretches(points, SMOOTHED)]
     return [(fmean(step for step, _ in it), fmean(y for _, y in it)) for it in values if it]
 
@@ -127,7 +127,7 @@ def _head(run: RunRecord) -> str:
 
 
 def samples_section(lines: Sequence[dict[str, Any]]) -> str:
-    """Return the answers to each prompt: the last, and some evenly before it."""
+    """The answers to each prompt: the last, and some evenly before it."""
     answers: dict[str, dict[int, str]] = {}
     for line in lines:
         answers.setdefault(str(line.get("prompt")), {})[line["step"]] = str(line.get("answer"))

@@ -31,7 +31,7 @@ def show_run(folder: Path) -> None:
 
 
 def summarize(folder: Path) -> list[tuple[str, str]]:
-    """Return the results of a run: names and texts."""
+    """What `show` and notebooks list: names and texts."""
     return [(name, text) for name, text in _summary(read_run(folder)) if text]
 
 
@@ -118,7 +118,7 @@ def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each name whose values differ."""
+    """Rows of what differs only: two runs have hundreds of values in common."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
     return [row_of(name, a.get(name), b.get(name)) for name in names]
 
@@ -134,13 +134,13 @@ def row_of(name: str, a: Any, b: Any) -> Row:
 
 
 def recipe_keys(folder: Path) -> dict[str, Any]:
-    """Return a recipe's keys as overrides write them; plugins have a section of their own."""
+    """The keys as overrides write them, to be copied; plugins have a section of their own."""
     recipe = read_recipe(folder)
     return flatten({key: recipe[key] for key in recipe if key not in ("output", "plugins")})
 
 
 def plugins(run: RunRecord) -> dict[str, Any]:
-    """Return the plugins of a run, with their options, summaries and origins."""
+    """Options, summaries and origins: another version of a plugin is a difference, too."""
     values: dict[str, Any] = {}
     for plugin in run.plugins:
         name = plugin.name

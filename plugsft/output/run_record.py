@@ -197,7 +197,7 @@ def label(key: str) -> str:
 
 
 def number(value: object) -> float | None:
-    """Return a finite number, or None."""
+    """A finite number, or None, which a curve shows as a gap."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # False for NaN and the infinities, and exact for integers of any size.
@@ -205,7 +205,7 @@ def number(value: object) -> float | None:
 
 
 def finite(points: Points) -> list[tuple[float, float]]:
-    """Return the points that have a value."""
+    """The points without gaps."""
     return [(step, value) for step, value in points if value is not None]
 
 

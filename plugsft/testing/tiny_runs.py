@@ -88,7 +88,7 @@ def call(worker: ProcessPoolExecutor, function: Callable[..., Any], *words: Any)
 
 
 def results(calls: Sequence[Future[Any]], who: str) -> list[Any]:
-    """Return the results of all ranks; the first rank that failed by itself raises."""
+    """The results of all ranks; of several failures, a rank that failed by itself says why."""
     failures = filter(None, [future.exception() for future in calls])
     for error in sorted(failures, key=lambda error: isinstance(error, PeerError)):
         raise AssertionError(f"{who}: {reason_of(error)}") from error
@@ -96,7 +96,7 @@ def results(calls: Sequence[Future[Any]], who: str) -> list[Any]:
 
 
 def _environments(size: int) -> list[dict[str, str]]:
-    """Return each rank's variables, as torchrun sets them; none for a single process."""
+    """Each rank's variables, as torchrun sets them; none for a single process."""
     if size == 1:
         return [{}]
     with socket.socket() as probe:
@@ -129,7 +129,7 @@ def tiny_recipe(
 
 
 def without_plugin(recipe: Tables, name: str) -> dict[str, Any]:
-    """Return a recipe without a plugin, with another output folder."""
+    """The recipe to compare with, and another output folder."""
     plugins = {other: table for other, table in recipe["plugins"].items() if other != name}
     return {**recipe, "plugins": plugins, "output": f"{recipe['output']}-without"}
 
