@@ -1,7 +1,6 @@
 """Weights, compute and states have the dtypes that the run reports."""
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft.base.errors import LaunchError
+from plugsft.ranks.launcher import LAUNCHER_ENDED
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
@@ -253,7 +253,7 @@ def test_only_a_launcher_is_watched(monkeypatch, name, watched):
         monkeypatch.delenv(sign, raising=False)
     monkeypatch.setenv(name, "no")
     result = subprocess.run([sys.executable, "-c", SIGNAL_AT_ITS_END], stdout=subprocess.PIPE)
-    assert int(result.stdout) == (signal.SIGTERM if watched else 0)
+    assert int(result.stdout) == (LAUNCHER_ENDED if watched else 0)
 
 
 @pytest.mark.parametrize("steps", ["4", "auto"])

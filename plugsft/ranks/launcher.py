@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
-LAUNCHER: list[int] = []
-"""Process number of the launcher."""
+LAUNCHER_ENDED = signal.SIGUSR2
+"""What the system sends to a rank when its launcher ends; without a handler, it ends the rank."""
 PR_SET_PDEATHSIG = 1
 """From Linux's prctl.h: the signal that this process gets when its parent ends."""
 
@@ -20,11 +20,6 @@ def started_too_few() -> bool:
     return by_accelerate() and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
 
 
-def launcher_ended() -> bool:
-    """Whether the launcher has ended: this process then has another parent."""
-    return bool(LAUNCHER) and os.getppid() not in LAUNCHER
-
-
 def by_accelerate() -> bool:
     """Whether `accelerate launch` started this process, alone.
 
@@ -34,13 +29,13 @@ def by_accelerate() -> bool:
 
 
 def watch_launcher() -> None:
-    """End this process in order, by SIGTERM, when its launcher dies: nobody else would end it.
+    """End this process in order when its launcher dies: nobody else would end it.
 
     Processes without a launcher, such as a shell's background jobs, are not watched: they go on
     when their shell ends.
     """
     if sys.platform == "linux" and (by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ):
-        LAUNCHER[:] = [os.getppid()]
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if launcher_ended():  # a moment ago
-            os.kill(os.getpid(), signal.SIGTERM)
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
+        if os.getppid() != launcher:  # it ended a moment ago
+            os.kill(os.getpid(), LAUNCHER_ENDED)

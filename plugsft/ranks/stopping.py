@@ -12,7 +12,7 @@ from ..base.console import say_at_once
 from ..base.errors import Stopped
 from .agree import Said, raise_failures, say_to_all
 from .failures import reason_of
-from .launcher import launcher_ended
+from .launcher import LAUNCHER_ENDED
 
 
 class Stopping:
@@ -21,7 +21,7 @@ class Stopping:
     It catches signals and the launcher's end; a later second signal ends the run at once.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, LAUNCHER_ENDED)
     REPEATED = 2.0
     """Seconds: Ctrl-C comes from the terminal, and a moment later from the launcher too."""
 
@@ -73,7 +73,7 @@ class Stopping:
             failure=reason_of(error) if error else None,
             can_save=caught is None and not self._fatal,
             stop=self._request,
-            signal="the end of its launcher" if launcher_ended() else self._signal,
+            signal=self._signal,
         )
         said = say_to_all(own, error)
         failed = [one for one in said if one.failure is not None]
@@ -109,8 +109,10 @@ class Stopping:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
-            self._signal, self._received = signal.Signals(number).name, time.monotonic()
+            ended = number == LAUNCHER_ENDED
+            self._signal = "the end of its launcher" if ended else signal.Signals(number).name
+            self._received = time.monotonic()
             say_at_once(self._describe(False))
-        elif time.monotonic() - self._received > self.REPEATED:
+        elif number != LAUNCHER_ENDED and time.monotonic() - self._received > self.REPEATED:
             say_at_once(lost := self._describe(True))
             raise KeyboardInterrupt(lost)
