@@ -20,7 +20,6 @@ HEAD = Path(__file__).with_name("head.html")
 NOT_SETUP = {
     "name",
     "status",
-    "started",
     "reason",
     "warnings",
     "plugins",
@@ -154,7 +153,7 @@ def _sections(run: RunRecord) -> str:
             page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
     for plugin in run.plugins:
         options = ", ".join(f"{k} = {json.dumps(v)}" for k, v in plugin.options.items())
-        plugins[plugin.name] = [plugin.summary or "no summary", plugin.origin, options]
+        plugins[plugin.name] = [plugin.summary, plugin.origin, options]
     if plugins:
         page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins)}</div>\n'
     tables: dict[str, Any] = {"run": {}}

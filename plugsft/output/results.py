@@ -80,13 +80,11 @@ def diff(first: Path, second: Path) -> None:
     sections = [*compare(a, b)]
     for name, run in (("A", a), ("B", b)):
         steps = f"{run.steps.done:,} of {run.steps.total:,} steps"
-        say(f"{name}  {run.folder}: {run.status}, {steps}, started {run.started.replace('T', ' ')}")
-    same = []
-    for title, rows, lines in sections:
-        if rows or lines:
-            show(title, rows, lines)
-        else:
-            same.append(title)
+        say(f"{name}  {run.folder}: {run.status}, {steps}, started {run.started}")
+    same = [title for title, rows, lines in sections if not rows and not lines]
+    for section in sections:
+        if section[0] not in same:
+            show(*section)
     if same:
         say(f"\nthe same: {', '.join(same)}")
 
@@ -129,7 +127,8 @@ def row_of(name: str, a: Any, b: Any) -> Row:
     # A relative change across zero has no meaning.
     if isinstance(a, int | float) and isinstance(b, int | float) and a * b > 0 and a != b:
         share = (b - a) / abs(a)
-        change = "rounding" if abs(share) < ROUNDING else f"{100 * share:+.3g}%"
+        digits = "+,.0f" if share >= 1 else "+.3g"
+        change = "rounding" if abs(share) < ROUNDING else f"{100 * share:{digits}}%"
     return Row(name, figure(a), figure(b), change)
 
 
@@ -179,5 +178,5 @@ def losses(a: RunRecord, b: RunRecord) -> list[str]:
             return [f"losses diverge at step {step:,}: {one[step]} and {other[step]}"]
     same = f"losses are the same in all {len(common):,} common steps"
     if any(one[step] != other[step] for step in common):
-        same += f", but for rounding (relative differences below {ROUNDING:g})"
+        same += ", but for rounding"
     return [same] if common else []

@@ -96,7 +96,6 @@ class Data(Table):
     truncated: RowCount = RowCount()
     sources: list[Source] = []
     mask: str = ""
-    key: str = ""
     key_parts: dict[str, Any] = {}
 
     def __str__(self) -> str:
