@@ -142,9 +142,13 @@ class Chat:
         messages = chat.messages
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         trained = self._trained(chat, answers)
-        compared = [] if self.mask in (WHOLE, BLOCKS) else trained
         text, marks = self.write(messages, variables)
-        _ensure_context(chat, compared, text, write)
+        # The calls of trained turns are looked at where the turns are found.
+        looked_at = [n for n in answers if self.mask != SERVED or n not in trained]
+        if self.mask != BLOCKS:  # what the recipe's own template leaves out is its choice
+            looked_at += [n for n, turn in enumerate(messages) if turn["role"] == "tool"]
+            _ensure_tools(chat.tools or [], text)
+        _ensure_others(messages, looked_at, write)
         if self.mask == WHOLE:
             return RenderedChat([(text, [(0, len(text))])])
         if self.mask == BLOCKS:
@@ -252,23 +256,23 @@ def _choose(marks: list[Span], answers: list[int], trained: list[int]) -> list[S
     return [mark for mark, number in zip(marks, answers, strict=True) if number in trained]
 
 
-def _ensure_context(chat: Conversation, served: list[int], text: str, write: Write) -> None:
-    """Refuse a template that leaves out tools, their results, or calls.
-
-    Those of turns that are compared with a server's are looked at there.
-    """
-    for tool in chat.tools or ():
+def _ensure_tools(tools: list[Row], text: str) -> None:
+    """Refuse a template that leaves out a tool."""
+    for tool in tools:
         name = str(tool.get("function", tool).get("name", ""))
         if name not in text:
             raise Refused(f"leaves out the tool '{name}'")
+
+
+def _ensure_others(messages: list[Row], looked_at: list[int], write: Write) -> None:
+    """Refuse a template that leaves out a call, or the result of a tool, in some messages."""
     stand_for: dict[str, str] = {}
-    others = [
-        other_words(turn, stand_for)
-        if turn["role"] == "tool"
-        else other_words({**turn, "content": ""}, stand_for)
-        if turn.get("tool_calls") and number not in served
-        else turn
-        for number, turn in enumerate(chat.messages)
-    ]
+    others = [*messages]
+    for number in looked_at:
+        turn = messages[number]
+        if turn["role"] == "tool":
+            others[number] = other_words(turn, stand_for)
+        elif turn.get("tool_calls"):
+            others[number] = other_words({**turn, "content": ""}, stand_for)
     if stand_for:
         ensure_written(stand_for, write(others, False))
