@@ -40,7 +40,7 @@ from ..registry.load import load
 from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
 from .hub import add_card, run_of
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
-from .verified import ensure_same_base, ensure_same_files, source_of
+from .verified import ensure_same_base, source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -263,9 +263,6 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
-    base = state["inputs"].get(WEIGHT_FILES)
-    if base and len(trained) < len([*model.parameters()]):
-        ensure_same_files(path, base, how.path, recipe.model.revision)
     with torch.no_grad(), ShardReader(path) as reader:
         ensure_same_parameters(reader, trained, state["weights"])
         for weight_name, weight in trained.items():
@@ -274,8 +271,8 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
-        if base and (building / ADAPTER).is_file():
-            write_json(building / BASE, {"files": base})
+        if (building / ADAPTER).is_file():
+            write_json(building / BASE, {"files": state["inputs"][WEIGHT_FILES]})
         add_card(building, path, name)
 
 
