@@ -276,12 +276,6 @@ def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
         "block of the chat template begin after it"
     )
     assert "<|im_start|>assistant⏎owls" in read_view(shown)[1]
-    # Where a turn is not trained, everything from the next one on is, if all is asked for.
-    close = CHATML.read_text().replace("{{ '\\n' }}", "")
-    shown, complaint = audited(close, [ASK, {**TELL, "weight": 0}, TELL], train_on="all")
-    text, trained = read_view(shown)
-    assert not complaint and "owls<|im_end|><|im_start|>assistant⏎\nowls<|im_end|>" in text
-    assert "<|im_start|>assistant⏎<|im_start|>assistant⏎owls<|im_end|>" in trained
 
 
 def test_a_role_inside_an_answer_is_the_model_s_own(audited):

@@ -210,10 +210,9 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    stamps: dict[Path, Stamp] = {}
-    with suppress(ValueError):
+    try:
         stamps = read_manifest(folder)
-    if not stamps:
+    except ValueError:
         known = OF_CHECKPOINTS if parse_step(folder) is not None else re.compile("")
         return [path for path in files if not known.fullmatch(path.name)]
     return [

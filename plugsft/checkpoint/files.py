@@ -6,6 +6,7 @@ needs whole tensors.
 """
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -17,10 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..base.atomic import Stamp, stamp, sync
+from ..base.atomic import Stamp, stamp, sync, write_json
 from ..base.errors import CheckpointError
 from ..base.machine import available_memory, env_number
 from ..model.tensor_shards import TensorShard, dtype_name
+from .same_run import read_json
 
 OFFSETS = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
@@ -70,7 +72,10 @@ def stage(memory: dict[str, Tensor], owned: Shards) -> Shards:
 
 
 def write_shards(folder: Path, rank: int, shards: Shards, copy: bool = False) -> dict[str, Stamp]:
-    """Write shards and sync them; return the files' stamps. `copy` is for those not staged."""
+    """Write shards and sync them; return the files' stamps, and leave them for the main process.
+
+    `copy` is for shards that are not staged.
+    """
     stamps = {}
     for number, batch in enumerate(_batches(shards.items())):
         offsets = {name: (shard.start, shard.shape) for name, shard in batch}
@@ -80,6 +85,23 @@ def write_shards(folder: Path, rank: int, shards: Shards, copy: bool = False) ->
         save_file(values, path, {OFFSETS: json.dumps(offsets)})
         sync(path)
         stamps[path.name] = stamp(path)
+    write_json(stamps_file(folder, rank), stamps)
+    return stamps
+
+
+def stamps_file(folder: Path, rank: int) -> Path:
+    """The file in which a rank leaves the stamps of what it wrote."""
+    return folder / f".rank-{rank:05d}.json.tmp"
+
+
+def stamps_of_ranks(folder: Path, ranks: int) -> dict[str, Stamp]:
+    """Read the stamps that all ranks leave in the folder of a checkpoint."""
+    # If the main process failed alone, others may still write.
+    stamps, end = {}, time.monotonic() + 30
+    for path in (stamps_file(folder, rank) for rank in range(ranks)):
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        stamps.update(read_json(path))
     return stamps
 
 

@@ -78,9 +78,12 @@ def ensure_same_run(
         if facts["inputs"].get(name) != checksum:
             differing.append(f"{name} have changed")
     if differing:
+        model, more = recipe.folder / "model", ""
+        if (model / "config.json").is_file():
+            more = f', with model.path = "{model}" to train its model on'
         raise CheckpointError(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
-            "Undo the changes, or start again in another output folder (output=...)"
+            f"Undo the changes, or start again in another output folder (output=...){more}"
         )
     if inputs and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")

@@ -6,7 +6,6 @@ They are written atomically, without pickles, and only for their own recipe.
 import copy
 import json
 import math
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,7 +35,14 @@ from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reas
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from .files import ShardReader, host_has_room, owned_shards, stage, write_shards
+from .files import (
+    ShardReader,
+    host_has_room,
+    owned_shards,
+    stage,
+    stamps_of_ranks,
+    write_shards,
+)
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock
 from .state import TrainState
 
@@ -193,12 +199,9 @@ class Checkpoints:
         operation, target = f"saving step {saving.step}", step_folder(self.folder, saving.step)
         try:
             with agreed(operation), writing(target):
-                stamps = saving.task.result()
-            stamps = dict(ChainMap(*gathered(stamps)))
+                saving.task.result()
             with agreed(operation), writing(target):
-                if accelerator.is_main_process:
-                    stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
-                    finish(saving.folder, target, lambda _: False, stamps)
+                self._finish(saving)
         except BaseException:
             if accelerator.is_main_process:
                 remove(saving.folder)
@@ -209,10 +212,18 @@ class Checkpoints:
         return saving.step
 
     def rescue(self) -> None:
-        """Publish the last checkpoint as the run fails; several ranks cannot agree any more."""
-        if self._accelerator.num_processes == 1:
-            with suppress(Exception):  # the first failure ends the run
-                self.publish(wait=True)
+        """Publish the last checkpoint, if all ranks have written it; they cannot agree any more."""
+        with suppress(Exception):  # the first failure ends the run
+            if self._saving:
+                self._saving.task.result()
+                self._finish(self._saving)
+
+    def _finish(self, saving: Saving) -> None:
+        """Add state.json, and give the folder its name."""
+        if self._accelerator.is_main_process:
+            stamps = stamps_of_ranks(saving.folder, self._accelerator.num_processes)
+            stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
+            finish(saving.folder, step_folder(self.folder, saving.step), lambda _: False, stamps)
 
     def _warn(self, what: str) -> None:
         """Warn once of each thing."""

@@ -51,7 +51,7 @@ class DataDefaults:
 
         def opens(made: Path) -> bool:
             with suppress(DataError):
-                return is_whole(made) and len(read(made)) > 0
+                return is_whole(made) and read(made) is not None
             return False
 
         build(folder, opens)

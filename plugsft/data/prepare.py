@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -297,9 +296,7 @@ def _prepare_tokens(
             share_slices(work, sources, folder, is_complete)
         return once(folder, is_complete, fill=fill)
 
-    tokens = _name_sources(
-        active.hooks.cache(key=key, build=build, read=partial(Tokens, cached=True)), work
-    )
+    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     weights = tokens.columns.get(WEIGHT)

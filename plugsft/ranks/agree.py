@@ -14,7 +14,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -240,13 +240,21 @@ class RankGroup:
         self.data_rank, self.data_size = self.rank, self.size
         """The rank's number among those that train on different examples, and their number."""
         self._accelerator, self._hooks = accelerator, hooks
+        self._left_by_all = False
+        """Whether all ranks left the last build together, because one failed."""
 
-    def agree(self, operation: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def agree(self, operation: str) -> Iterator[None]:
         """Run a block on all ranks; if it fails on one, all ranks raise.
 
         For code without collectives that may fail on a single rank, such as writing a file.
         """
-        return agreed(operation)
+        try:
+            with agreed(operation):
+                yield
+        except Exception:
+            self._left_by_all = True
+            raise
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks."""
@@ -260,29 +268,25 @@ class RankGroup:
     ) -> Any:
         """Return `read` of the cache entry of a key; build the entry if it is missing.
 
-        All ranks build together: the main process with the folder, the others with None. `build`
-        must fail on all ranks or end the run, as it does with `agree` and `reduce`.
+        All ranks build together: the main process with the folder, the others with None. A build
+        that all of them left together, as its disk is full, may begin again in another place.
         """
         with agreed("opening an artefact"):
             pass
         if self.rank:
-            message, value = from_main((FAILED, None))
-            while message == BUILD:
-                build(None)
-                message, value = from_main((FAILED, None))
-            if message == FAILED:
-                raise PeerError(f"rank 0 failed: {value}")
-            return value
+            return self._build_with_main(build)
         failed: list[Exception] = []
 
         def fill(folder: Path) -> None:
             if failed:
-                raise failed[0]  # the others have left
+                raise failed[0]
             from_main((BUILD, None))
+            self._left_by_all = False
             try:
                 build(folder)
             except Exception as error:
-                failed.append(error)
+                if self.size > 1 and not self._left_by_all:
+                    failed.append(error)  # the others are still in `build`
                 raise
 
         try:
@@ -292,3 +296,20 @@ class RankGroup:
                 from_main((FAILED, reason_of(error)))
             raise
         return from_main((CACHED, value))[1]
+
+    def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
+        """Join each build of the main process; return its value."""
+        own: Exception | None = None
+        while True:
+            message, value = from_main((FAILED, None))
+            if message == CACHED:
+                return value
+            if message == FAILED:
+                raise own or PeerError(f"rank 0 failed: {value}")
+            self._left_by_all = False
+            try:
+                build(None)
+            except Exception as error:
+                if not self._left_by_all:
+                    raise  # ends the run: `ending_together`
+                own = None if isinstance(error, PeerError) else error

@@ -160,14 +160,19 @@ class Trained:
         return [line for line in self.metrics if "loss" in line]
 
 
+def _resolve(raw: dict[str, Any], micro_batch: int) -> tuple[Recipe, Active]:
+    """Resolve a recipe; set its micro-batch where neither `tables` nor packed rows do."""
+    recipe, active = resolve(raw)
+    if "micro_batch" in raw["train"] or recipe.provides("packed_rows"):
+        return recipe, active
+    return resolve(merged(raw, {"train": {"micro_batch": micro_batch}}))
+
+
 def train(
     raw: dict[str, Any], checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
 ) -> Trained:
     """Train, perhaps from a checkpoint; return what was learned."""
-    recipe, active = resolve(raw)
-    # Where neither `tables` nor packed rows set it.
-    if "micro_batch" not in raw["train"] and not recipe.provides("packed_rows"):
-        recipe, active = resolve(merged(raw, {"train": {"micro_batch": micro_batch}}))
+    recipe, active = _resolve(raw, micro_batch)
     checkpoints = [checkpoint] if checkpoint else []
     # A tiny model gains nothing from threads, and several runs share the cores.
     opened = run.open(recipe, active, replace(look(), cores=1), checkpoints)
@@ -202,7 +207,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
-    recipe, active = resolve(raw)
+    recipe, active = _resolve(raw, MICRO_BATCH)
     active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
     data = open_data(recipe, active)

@@ -2,13 +2,12 @@
 
 Opening maps the index and checks its checksum: 20 ms for ten million examples. Each rank opens
 the tokens by itself. A shard is mapped at the first access to one of its examples, and its checksum
-is compared, so that a flipped bit ends the run before it is trained on. A damaged file of a cache
-is removed: the next run finds it lost, and prepares the data again.
+is compared, so that a flipped bit ends the run before it is trained on.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,8 @@ class Tokens:
     folder        where they are stored
     """
 
-    def __init__(self, folder: Path, in_memory: bool = False, cached: bool = False) -> None:
-        self.folder, self._in_memory, self._cached = folder, in_memory, cached
+    def __init__(self, folder: Path, in_memory: bool = False) -> None:
+        self.folder, self._in_memory = folder, in_memory
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
             self.facts = read_facts(facts_file.read_text(encoding="utf8"))
@@ -191,9 +190,7 @@ class Tokens:
         try:
             yield
         except READ_ERRORS as error:
-            cure = f"Remove the folder {self.folder} to prepare the data again"
-            if self._cached:
-                with suppress(OSError):
-                    path.unlink()
-                    cure = "It is removed: start again, and the data is prepared again"
-            raise DataError(f"{path}: damaged: {reason_of(error)}. {cure}") from error
+            raise DataError(
+                f"{path}: damaged: {reason_of(error)}. Remove the folder {self.folder} to prepare "
+                "the data again"
+            ) from error

@@ -80,7 +80,7 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
         assert counts[row] == int(number) <= int(of) and int(tokens) <= 500
     total = sum(counts.values())
     assert total > 10 and counts.keys() == {"0", "1", "2"}
-    unrolled = f"3; 3 chats unrolled into {total} examples, one for each trained turn, at "
+    unrolled = f"3 chats unrolled into {total} examples, one for each trained turn, at "
     assert f"\nchats      {unrolled}" in shown
     assert re.search(r"^warning    lines? [1-3, ]+: no trained token, or two equal", shown, re.M)
     prepared = run_plugsft("prepare", recipe)
