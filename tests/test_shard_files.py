@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 
 from plugsft.base.errors import CheckpointError
 from plugsft.checkpoint import files as module
-from plugsft.checkpoint.files import ShardReader, host_has_room, owned_shards, stage, write_shards
+from plugsft.checkpoint.files import (
+    ShardReader,
+    host_has_room,
+    owned_shards,
+    stage,
+    stamps_file,
+    write_shards,
+)
 from plugsft.model.tensor_shards import TensorShard
 
 
@@ -75,9 +82,9 @@ def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
         3,
         {f"model/{n}": TensorShard(torch.full((20,), float(n)), 20, (60,)) for n in range(4)},
     )
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [
-        f"rank-00003-00{n}.safetensors" for n in range(4)
-    ]
+    names = [f"rank-00003-00{n}.safetensors" for n in range(4)]
+    assert [path.name for path in sorted(tmp_path.glob("*.safetensors"))] == names
+    assert json.loads(stamps_file(tmp_path, 3).read_text()).keys() == {*names}
 
 
 def test_saves_share_the_memory_of_their_copies():

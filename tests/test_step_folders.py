@@ -99,7 +99,7 @@ def test_a_checkpoint_without_a_manifest_gives_way_to_the_one_before(tiny, tmp_p
         (last / MANIFEST).write_text(manifest)
     (last / "notes.txt").touch()
     refused = run_plugsft(recipe, "train.steps=3", "--resume")
-    assert refused.returncode == 2 and "notes.txt was not written by plugsft" in refused.stderr
+    assert refused.returncode == 2 and "notes.txt: not written by plugsft" in refused.stderr
     (last / "notes.txt").unlink()
     result = run_plugsft(recipe, "train.steps=3", "--resume")
     assert result.returncode == 0, result.stderr

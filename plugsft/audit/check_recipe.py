@@ -170,7 +170,9 @@ def _steps(
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch
     # Plugins order and plan all examples, and only a sample is known.
-    about = "about " * bool(active.having("order_examples") or active.having("plan_batches"))
+    # A plugin orders all examples, and without prepared tokens only a sample is known.
+    guessed = active.having("order_examples") and not recipe.data.tokens
+    about = "about " if guessed or active.having("plan_batches") else ""
     of = f"{per_epoch:,} an epoch of {examples:,} examples{train.replaced_epochs()}"
     findings.ok("steps", f"{about}{steps:,}, {of}")
     if len(layouts):

@@ -31,7 +31,8 @@ from ..data.slices import ShardWriter
 from ..output.metrics import read_metrics
 from ..ranks.agree import PeerError
 from ..ranks.failures import reason_of
-from ..registry.active import check
+from ..recipe.tables import Recipe
+from ..registry.active import Active, check
 from ..registry.discover import find
 from ..registry.load import resolve
 
