@@ -9,6 +9,8 @@ from textwrap import dedent
 
 from conftest import tiny_tables
 
+from plugsft.registry.contracts import is_stage
+
 _numbers = itertools.count()
 # TRL's settings in comparisons: float32, on the CPU.
 TRL = {
@@ -32,6 +34,16 @@ LOUD = """
             rendered.texts = [text + self.mark for text in rendered.texts]
             return rendered
 """
+
+
+def failing(*hooks: str) -> str:
+    """Write hooks that only call `fail`, to be added to a class; those of stages wrap."""
+    source = ""
+    for hook in hooks:
+        mark, end = ("(wrapper=True)", "return (yield)") if is_stage(hook) else ("", "")
+        body = f"self.fail({hook!r})\n            {end}"
+        source += f"\n        @hookimpl{mark}\n        def {hook}(self):\n            {body}\n"
+    return source
 
 
 def install(folder: Path, **plugins: str) -> Path:

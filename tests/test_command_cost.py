@@ -109,10 +109,10 @@ REFUSED = [
     (["--resume-from={place}/short"], "is no checkpoint"),
     (["--resume", "--overwrite"], "choose one of them"),
     (["data.source={place}/nowhere.jsonl"], "no such file"),
-]
-REFUSED_LATER = [
     (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
     (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
+]
+REFUSED_LATER = [
     (["data.max_length=257"], "the model's context is 256 tokens"),
     (["model={{path = '{place}/short'}}"], "the model's context is 100 tokens"),
     (["data.source={place}/empty.jsonl"], "the file is empty"),

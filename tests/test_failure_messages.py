@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from conftest import ROOT, only_full, run_plugsft
-from plugin_packages import activate, install
+from plugin_packages import activate, failing, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FAILS = """
@@ -25,20 +25,6 @@ FAILS = """
                     open("/nowhere/words.txt")
                 raise ValueError("a mistake of the plugin")
 
-        @hookimpl
-        def check(self, recipe):
-            self.fail("check")
-
-        @hookimpl(wrapper=True)
-        def render(self):
-            self.fail("render")
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def optimize_model(self):
-            self.fail("optimize_model")
-            return (yield)
-
         @hookimpl(wrapper=True)
         def collate(self):
             batch = yield
@@ -46,22 +32,11 @@ FAILS = """
             return batch
 
         @hookimpl
-        def logged(self, step, metrics):
-            self.fail("logged")
-
-        @hookimpl
-        def ready(self):
-            self.fail("ready")
-
-        @hookimpl
-        def finished(self):
-            self.fail("finished")
-
-        @hookimpl
         def summary(self):
             self.fail("summary")
             return f"asked {self.calls} times"
 """
+FAILS += failing("check", "render", "optimize_model", "logged", "ready", "finished")
 # The hook that fails, at which of its calls, whether over a file, and whether run.json is there.
 CASES = [
     ("check", 1, True, False),

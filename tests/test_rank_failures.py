@@ -5,16 +5,13 @@ import time
 
 import pytest
 from conftest import chats, only_full, start_ranks
-from plugin_packages import activate, install
+from plugin_packages import activate, failing, install
 
 from plugsft.base.atomic import damage
 
 # It fails on one rank: in a hook, or as soon as a file grows beyond what the disk would grant.
 FAULT = """
     import os, resource
-
-    def here(name):
-        return property(lambda self: self.place == name and os.environ["RANK"] == str(self.rank))
 
     @plugin(after=["dpo", "dpo_reference"])
     class Fault:
@@ -26,26 +23,6 @@ FAULT = """
         def fail(self, place):
             if self.place == place and os.environ["RANK"] == str(self.rank):
                 raise RuntimeError(f"boom in {place}")
-
-        @hookimpl(wrapper=True)
-        def optimize_model(self):
-            self.fail("optimize_model")
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def optimizer(self):
-            self.fail("optimizer")
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def add_columns(self):
-            self.fail("add_columns")
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def plan_batches(self):
-            self.fail("plan_batches")
-            return (yield)
 
         @hookimpl(wrapper=True)
         def collate(self):
@@ -83,31 +60,16 @@ FAULT = """
                 self.fail("logged")
 
         @hookimpl
-        def ready(self):
-            self.fail("ready")
-
-        @hookimpl
         def stepped(self, run):
             if run.step == 2:
                 self.fail("stepped")
 
         @hookimpl
-        def evaluated(self):
-            self.fail("evaluated")
-
-        @hookimpl
         def saved(self, kind, step):
             self.fail(f"saved {kind} {step}")
-
-        @hookimpl
-        def finished(self):
-            self.fail("finished")
-
-        @hookimpl
-        def summary(self):
-            self.fail("summary")
 """
 EARLY = ("optimize_model", "optimizer", "add_columns", "plan_batches", "summary")
+FAULT += failing(*EARLY, "ready", "evaluated", "finished")
 LATE = ("collate", "step", "token_nll", "add_metrics", "collate for evaluation")
 NOTICES = (
     "ready",

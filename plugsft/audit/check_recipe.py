@@ -169,7 +169,6 @@ def _steps(
     )
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch
-    # Plugins order and plan all examples, and only a sample is known.
     # A plugin orders all examples, and without prepared tokens only a sample is known.
     guessed = active.having("order_examples") and not recipe.data.tokens
     about = "about " if guessed or active.having("plan_batches") else ""

@@ -162,12 +162,13 @@ def is_whole(folder: Path) -> bool:
 def read_manifest(folder: Path) -> dict[Path, Stamp]:
     """Read what plugsft wrote into a folder: path -> size and checksum."""
     # Somebody else may have written it, so that it may hold anything: a web app has one, too.
+    stamps = {}
     try:
         manifest = parse_json(read_text(folder / MANIFEST))
-        stamps = {path_inside(folder, name): stamp for name, stamp in manifest.items()}
-        for size, checksum in stamps.values():
+        for name, (size, checksum) in manifest.items():
             if not (isinstance(size, int) and re.fullmatch("[0-9a-f]{32}", checksum)):
                 raise ValueError("plugsft did not write it")
+            stamps[path_inside(folder, name)] = size, checksum
     except (OSError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"its manifest cannot be read ({reason_of(error)})") from error
     return stamps

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,8 +87,8 @@ class Checkpoints:
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
         self._recipe, self._active, self._inputs = recipe, active, inputs
-        self._accelerator, self._state = accelerator, state
-        self._rank = accelerator.process_index
+        self._state = state
+        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self.saved = 0
         """The step of the last checkpoint, which may still be in the background."""
         self.best: Best | None = None
@@ -98,7 +99,7 @@ class Checkpoints:
         """The step of the last evaluation that came to its end."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
-        self._warned = set[str]()
+        self._say_once = cache(say)
         self._saving: Saving | None = None
 
     def due(self, step: int) -> bool:
@@ -149,14 +150,14 @@ class Checkpoints:
         """Begin a checkpoint of a finished step; the last one must be published."""
         if self.saved == step:
             return
-        accelerator, operation, folder = self._accelerator, f"saving step {step}", None
+        operation, folder = f"saving step {step}", None
         with agreed(operation):
             described, shards = self._state.describe(self._active.state_dicts())
             text = json.dumps(described)
         if not are_alike(text):
             described["refused"] = find_difference(described)
         if refused := described["refused"]:
-            self._warn(f"checkpoints of this run cannot be resumed: {refused}")
+            self._say_once(f"warning: checkpoints of this run cannot be resumed: {refused}")
         owned = owned_shards(self._rank, shards)
         # All ranks measure before one copies.
         copies = all_done(host_has_room(self._memory, owned))
@@ -164,7 +165,7 @@ class Checkpoints:
         with agreed(operation), writing(target):
             if copies:
                 owned = stage(self._memory, owned)
-            if accelerator.is_main_process:
+            if self._rank == 0:
                 folder = begin_folder(target)
         folder = from_main(folder)
         facts: dict[str, Any] = {
@@ -180,8 +181,8 @@ class Checkpoints:
         }
         task = self._thread.submit(write_shards, folder, self._rank, owned, not copies)
         if not copies:
-            self._warn(
-                "the host has too little free memory for copies of a checkpoint; training "
+            self._say_once(
+                "warning: the host has too little free memory for copies of a checkpoint; training "
                 "stops while checkpoints are written"
             )
             task.exception()  # waits
@@ -192,7 +193,7 @@ class Checkpoints:
 
         Without `wait`, None says that a rank still writes.
         """
-        accelerator, saving = self._accelerator, self._saving
+        saving = self._saving
         if saving is None or not (wait or all_done(saving.task.done())):
             return None
         self._saving = None  # also if the next lines fail
@@ -203,10 +204,10 @@ class Checkpoints:
             with agreed(operation), writing(target):
                 self._finish(saving)
         except BaseException:
-            if accelerator.is_main_process:
+            if self._rank == 0:
                 remove(saving.folder)
             raise
-        if accelerator.is_main_process:
+        if self._rank == 0:
             self._thread.submit(self._remove_oldest, saving.step, saving.facts["best"])
         self.published = saving.step
         return saving.step
@@ -220,16 +221,10 @@ class Checkpoints:
 
     def _finish(self, saving: Saving) -> None:
         """Add state.json, and give the folder its name."""
-        if self._accelerator.is_main_process:
-            stamps = stamps_of_ranks(saving.folder, self._accelerator.num_processes)
+        if self._rank == 0:
+            stamps = stamps_of_ranks(saving.folder, self._ranks)
             stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
             finish(saving.folder, step_folder(self.folder, saving.step), lambda _: False, stamps)
-
-    def _warn(self, what: str) -> None:
-        """Warn once of each thing."""
-        if what not in self._warned:
-            say(f"warning: {what}")
-        self._warned.add(what)
 
     def _remove_oldest(self, step: int, best: Best | None) -> None:
         """Remove all but the newest checkpoints and the best; warn where that fails."""
@@ -252,11 +247,11 @@ class Checkpoints:
 
     def _load(self, checkpoints: Sequence[Path], goes_on: bool = True) -> dict[str, Any]:
         """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
-        path = first_undamaged(self._accelerator, checkpoints)
+        path = first_undamaged(checkpoints, (self._rank, self._ranks))
         if path is None:
             return {}
         with (
-            ShardReader(path, self._rank, self._accelerator.num_processes) as reader,
+            ShardReader(path, self._rank, self._ranks) as reader,
             agreed(f"reading {path.name}"),
         ):
             saved = ensure_same_run(path, self._recipe, self._active, self._inputs)
@@ -308,9 +303,8 @@ def leaves(described: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(described)
 
 
-def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:
+def first_undamaged(checkpoints: Sequence[Path], share: tuple[int, int]) -> Path | None:
     """Return the first undamaged checkpoint; each rank compares a share of the files."""
-    share = accelerator.process_index, accelerator.num_processes
     damaged: list[str] = []
     for path in from_main(checkpoints):  # one list: each rank has looked for itself
         errors = [error for error in gathered(damage(path, share=share)) if error]

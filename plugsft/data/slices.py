@@ -402,7 +402,7 @@ def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:
-    """Find the examples of which any text has a true value."""
+    """Say of each example whether one of its texts is marked."""
     return count_true(values, num_texts) > 0
 
 

@@ -10,7 +10,6 @@ from ..registry.active import Active, check
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
 from .config import check_context
-from .schedule import check_schedule
 
 
 def check_recipe(
@@ -19,7 +18,6 @@ def check_recipe(
     """Refuse settings that would fail later; `hooks` limits the plugins that are asked."""
     check(active, recipe, machine, hooks)
     check_context(recipe)
-    check_schedule(recipe.train)
 
 
 def check_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:

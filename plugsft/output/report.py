@@ -33,7 +33,7 @@ DRAWN = ("rows", "examples", "tokens", "trained_tokens", "lengths")
 SMOOTHED = 30
 """Points of a smoothed curve; a curve of fewer than twice as many is shown as it is."""
 STEADY = ("learning_rate", "memory_gib", "eval_")
-# A point takes some 20 bytes, so a page has about 400 KiB.
+# A point takes some 20 bytes: a page with 20 curves has about 400 KiB.
 MAX_POINTS, MAX_ROWS, MAX_TEXT, MAX_PROMPTS, MAX_STEPS = 900, 120, 400, 10, 12
 
 
@@ -75,7 +75,7 @@ def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:
 
 
 def _stretches(points: Points, count: int) -> list[Points]:
-    """Cut points into at most so many stretches of neighbours."""
+    """Cut a curve into at most `count` pieces."""
     size = -(-len(points) // count)
     return [points[start : start + size] for start in range(0, len(points), size)]
 

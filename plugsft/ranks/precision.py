@@ -96,7 +96,7 @@ def reduce_in_float32(accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = state.deepspeed_plugin.deepspeed_config
-        config["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
 
 

@@ -7,11 +7,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.atomic import damage, is_published, list_checkpoints, parse_step, sweep
+from ..base.atomic import (
+    is_published,
+    list_checkpoints,
+    parse_step,
+    read_manifest,
+    stamp,
+    sweep,
+)
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
 from ..base.machine import Machine
-from ..checkpoint.same_run import MAY_DIFFER, ensure_same_run
+from ..checkpoint.same_run import MAY_DIFFER, STATE, ensure_same_run
 from ..output.folder import (
     describe_results,
     ensure_ours,
@@ -113,10 +120,12 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
     else:
         return []
     for checkpoint in checkpoints:
-        # Later, each rank compares a share of the files.
-        if damage(checkpoint, quick=True) is None:
-            ensure_same_run(checkpoint, recipe, active)
-            break
+        state = checkpoint / STATE
+        with suppress(OSError, ValueError, LookupError):
+            # Later, each rank compares a share of the other files: there may be thousands.
+            if read_manifest(checkpoint)[state] == stamp(state):
+                ensure_same_run(checkpoint, recipe, active)
+                break
     return checkpoints
 
 
