@@ -230,7 +230,7 @@ def make_fused_loss(kernel: str) -> HeadLoss:
     plugin = FusedLoss(kernel=kernel)
     recipe: Any = SimpleNamespace(provides=lambda capability: None)
     plugin.check(recipe)
-    return HeadLoss(plugin.package, plugin.chunk, plugin.packed)
+    return HeadLoss(plugin.package, plugin.chunk)
 
 
 def small_model(dtype: torch.dtype) -> Any:
