@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_516, "data": 18_419, "lab": 12_304, "ranks": 8_435, "model": 7_859,
-    "start": 2_529, "export": 5_204, "checkpoint": 5_908, "audit": 7_083,
+    "commands": 13_516, "data": 18_419, "lab": 12_304, "ranks": 8_435, "model": 7_887,
+    "start": 2_539, "export": 5_204, "checkpoint": 5_906, "audit": 7_083,
     "output": 6_833, "tokens": 4_181, "base": 5_782, "modules beside the rooms": 5_069,
-    "api": 3_632, "recipe": 4_581, "registry": 3_474, "batches": 1_716, "testing": 2_363,
+    "api": 3_632, "recipe": 4_534, "registry": 3_474, "batches": 1_716, "testing": 2_363,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 118_888, 44_998, 58_884
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 118_877, 44_998, 58_863
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -79,12 +79,14 @@ def test_what_was_lost_is_never_started_over_in_silence(finished, tmp_path):
     def ended(run, *words):
         return run_plugsft(recipe, f"output={run}", "--resume-auto", *words)
 
-    one, every, gone, bare = map(stopped, ("one", "every", "gone", "bare"))
+    one, every, gone, bare, torn = map(stopped, ("one", "every", "gone", "bare", "torn"))
     spoil(one, [3])
     spoil(every, [1, 2, 3])
     shutil.rmtree(gone / "checkpoints")
     (bare / "checkpoints/step-000003/manifest.json").unlink()
-    for run in (one, bare):
+    state = torn / "checkpoints/step-000003/state.json"
+    state.write_text(state.read_text()[:-9])
+    for run in (one, bare, torn):
         done = ended(run)
         assert done.returncode == 0 and "going on after step 2" in done.stdout, done.stderr
     for run, says in (

@@ -19,9 +19,12 @@ STATE, LOCK = "state.json", ".lock"
 WEIGHT_FILES = "the weights in the model's files"
 """The input of a run whose checksum says what its model was loaded from."""
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
-# their options that affect results themselves.
+# their options that affect results themselves. Data are compared by the checksum of their tokens:
+# files may be moved, but not changed.
 MAY_DIFFER = (
     "output",
+    "data.source",
+    "data.split",
     "device",
     "train.micro_batch",
     "train.keep_whole_gradients",
@@ -44,8 +47,7 @@ def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
     keys = {
         key: value
         for key, value in flatten(anchored(recipe)).items()
-        # Data are compared by the checksum of their tokens: files may be moved, but not changed.
-        if key != "plugins" and not key.startswith((*MAY_DIFFER, "data.source", "data.split"))
+        if key != "plugins" and not key.startswith(MAY_DIFFER)
     }
     return keys | active.options_affecting_results()
 

@@ -19,7 +19,7 @@ from ..base.errors import (
     reason_of,
 )
 from ..base.limits import path_inside, read_json_object
-from ..recipe.tables import Model, Recipe, ensure_context
+from ..recipe.tables import Model, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +51,12 @@ def check_context(recipe: Recipe) -> None:
         ensure_safetensors(str(recipe.model.path), recipe.model.revision)
         context = max_context(config)
         ensure_one_rope(config, recipe)
-    ensure_context(recipe, context)
+    if context is not None and recipe.data.max_length > context:
+        raise RecipeError(
+            f"data.max_length: given {recipe.data.max_length}, but the model's context is "
+            f"{context} tokens; set data.max_length = {context}"
+            + (", or raise model.scratch.context" if scratch else "")
+        )
 
 
 def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from ..base.console import hide_query
-from ..base.errors import RecipeError, reason_of
+from ..base.errors import reason_of
 from .capabilities import Capability, ensure_known
 
 HUB = "hub:"
@@ -477,13 +477,3 @@ def short(value: Any) -> str:
 def is_hub_name(name: str) -> bool:
     """Tell whether a name belongs to the hub, and is no path here."""
     return bool(_NAME.fullmatch(name)) and not Path(name).exists()
-
-
-def ensure_context(recipe: Recipe, context: int | None) -> None:
-    """Refuse a data.max_length beyond the context; None: the context is not known."""
-    if context is not None and recipe.data.max_length > context:
-        raise RecipeError(
-            f"data.max_length: given {recipe.data.max_length}, but the model's context is "
-            f"{context} tokens; set data.max_length = {context}"
-            + (", or raise model.scratch.context" if recipe.model.scratch else "")
-        )

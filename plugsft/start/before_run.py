@@ -92,7 +92,7 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
     if step not in (None, run.steps.total):
         return False
     then, now = flatten(read_recipe(folder)), flatten(anchored(recipe, "json"))
-    same = tuple(key for key in (*MAY_DIFFER, "data.source", "data.split") if key != "plugins.")
+    same = tuple(key for key in MAY_DIFFER if key != "plugins.")
     # A key that is newer than the run had its default.
     keys = (key for key in {*then, *now} - {"plugins"} if not key.startswith(same))
     if changed := sorted(k for k in keys if then.get(k, default_of(k)) != now.get(k)):
@@ -111,7 +111,7 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
         checkpoints = [path]
     elif resume:
         folder = recipe.folder / "checkpoints"
-        checkpoints = [*reversed(list_checkpoints(folder))]
+        checkpoints = list_checkpoints(folder)[::-1]
         if not checkpoints:
             raise CheckpointError(
                 f"--resume: there is no checkpoint in {folder}; start without --resume (with "
@@ -119,14 +119,18 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
             )
     else:
         return []
-    for checkpoint in checkpoints:
-        state = checkpoint / STATE
-        with suppress(OSError, ValueError, LookupError):
-            # Later, each rank compares a share of the other files: there may be thousands.
-            if read_manifest(checkpoint)[state] == stamp(state):
-                ensure_same_run(checkpoint, recipe, active)
-                break
+    # Later, each rank compares a share of the other files: there may be thousands.
+    if whole := next(filter(has_whole_state, checkpoints), None):
+        ensure_same_run(whole, recipe, active)
     return checkpoints
+
+
+def has_whole_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint's state.json is as it was written."""
+    state = checkpoint / STATE
+    with suppress(OSError, ValueError, LookupError):
+        return read_manifest(checkpoint)[state] == stamp(state)
+    return False
 
 
 def _existing(recipe: Recipe, path: Path) -> str:
