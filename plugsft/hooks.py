@@ -69,8 +69,8 @@ else:
     ModelLoad = Ranks = Run = RunModel = Work = Any
 
 hookimpl = pluggy.HookimplMarker("plugsft")
-notice = pluggy.HookspecMarker("plugsft")
-stage = notice(firstresult=True)
+_specification = pluggy.HookspecMarker("plugsft")
+notice, stage = _specification, _specification(firstresult=True)
 
 Purpose = Literal["evaluate", "generate", "save"]
 Kind = Literal["checkpoint", "model"]
@@ -123,7 +123,8 @@ def plugin(
 ) -> Callable[[type[T]], type[T]]:
     """Turn a class into a plugin: fields are options, methods marked @hookimpl are hooks.
 
-    `after`, `before`: plugins that this one wraps, and that wrap this one; after=["*"]: all.
+    `after`: plugins that come before this one in notices, and inside it in stages, which it wraps;
+    `before`: those that come after it; after=["*"]: after all others.
     `requires`: plugins that must be active too. `conflicts`: plugins that must not be active ->
     reason. `needs`: package -> the extra of plugsft that installs it. `provides`: capability -> the
     option that tunes it, or None. `affects_results`: options that affect results; a resume with
@@ -206,7 +207,7 @@ def state(default: Any = None) -> Any:
 
 
 def is_core(name: str) -> bool:
-    """Tell whether a name is one of the core's registrations."""
+    """Whether a name is one of the core's registrations: "core", "core1" and so on."""
     return name.rstrip("0123456789") == CORE
 
 

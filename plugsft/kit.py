@@ -1,6 +1,6 @@
 """Tools for plugins that train. It imports torch; `plugsft.data_kit` does not."""
 
-from .batches.labels import buffer, make_labels, model_inputs, trained_rows
+from .batches.labels import buffer, make_labels, model_inputs, target_places
 from .model import fused_head
 from .model.answers import lay_out
 from .model.for_plugins import decay_groups, decoder_layers
@@ -21,6 +21,6 @@ __all__ = [
     "model_inputs",
     "num_weights",
     "shard_of",
-    "trained_rows",
+    "target_places",
     "whole_shape",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from .base.console import progress
 from .base.errors import PluginError
 from .base.types import Batch
-from .ranks.launch import disconnect, seed_step
+from .ranks.launch import disconnect, gradient_sync, seed_step
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import MOST_METRICS, Numbers
@@ -22,37 +22,34 @@ from .run import OpenRun
 
 def train(run: OpenRun) -> None:
     """Train to the last step, from step 1 or from the step after a checkpoint."""
+    # At the end, however it comes: save, stop loading batches, then close the record.
     with run.lifecycle(), closing(run.global_batches()) as global_batches, saving_at_failure(run):
         evaluate(run)  # if a stop cut the last evaluation short
         for batch in global_batches:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            numbers = all_reduce(run, losses, batch).send(
-                clip_gradients(run), run.loss_scale.factor
-            )
+            numbers = all_reduce(run, losses, batch)
+            numbers.add(grad_norm=clip_gradients(run), loss_scale=run.loss_scale.factor)
+            numbers.send()
             run.log.write(meanwhile=batch)  # the step before, while the device computes this one
-            with (
-                explain_out_of_memory(run.recipe, batch, losses),
-                explain_optimizer(run.accelerator, type(run.optimizer).__name__),
-            ):
+            with explain_out_of_memory(run.recipe, batch, losses):
                 update_weights(run, batch, numbers)
-            run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
             run.step = batch.step
             run.log.keep(batch, numbers, learning_rate)
             run.notify("stepped")
-            if not run.log.is_late or run.evaluation_due() or run.checkpoints.due(run.step):
+            if not run.log.reads_later or run.evaluation_due() or run.checkpoints.due(run.step):
                 run.log.write()
             evaluate(run)
-            if run.checkpoints.due(run.step):
-                run.save_checkpoint()
+            if run.checkpoints.due(run.step):  # as the best evaluation so far may have made it
+                run.begin_checkpoint()
             run.publish_checkpoint()  # once all ranks have written it
         run.log.write()
-        run.save_checkpoint()  # if the run stops before its last step
+        run.begin_checkpoint()  # if the run stops before its last step
         run.publish_checkpoint(wait=True)
-        run.stopping.raise_stopped(run.step, run.recipe.output)
-        run.save_model()
+        run.stopping.raise_if_stopped(run.step, run.recipe.output)
+        run.save_final_model()
     disconnect(run.accelerator, run.module)
 
 
@@ -62,12 +59,7 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(Exception):
-            if run.stopping.can_save:
-                with run.agreed("logging the last step"):
-                    run.log.write()
-            else:
-                run.log.write_alone()
+        log_last_step(run)
         if run.stopping.can_save:
             run.checkpoints.save(run.step)
         elif isinstance(error, Exception):  # a second signal ends the run at once
@@ -75,12 +67,28 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
         raise
 
 
+def log_last_step(run: OpenRun) -> None:
+    """Log the last finished step of a run that fails, whose own error must be the one that ends it.
+
+    Another notice may fail in here. So the ranks agree again, on this failure and on the first, on
+    whether they can save.
+    """
+    with suppress(Exception):
+        if run.stopping.can_save:
+            with run.agreed("logging the last step"):
+                run.log.write()
+        else:
+            run.log.write_alone()
+
+
 def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
     """Accumulate the gradients of a global batch; return this rank's micro-batch losses."""
     losses: list[Tensor] = []
+    whole = run.recipe.train.keep_whole_gradients
     with explain_out_of_memory(run.recipe, batch, losses):
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            with run.gradient_sync(last=number == len(batch.micro_batches)):
+            last = number == len(batch.micro_batches)
+            with gradient_sync(run.accelerator, run.module, last, whole):
                 loss = compute_loss(run, micro_batch, batch.plan.denominator)
                 # The denominator counts targets of all ranks, but ranks average their gradients.
                 ranks, scale = run.accelerator.num_processes, run.loss_scale.factor
@@ -121,7 +129,7 @@ def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
 
 
 def clip_gradients(run: OpenRun) -> Tensor | float | None:
-    """Clip gradients to the recipe's norm (0: no limit); return the norm before clipping."""
+    """Undo the loss's scale; clip to the recipe's norm (0: no limit); return the one before."""
     limit = run.recipe.train.max_grad_norm or math.inf
     run.loss_scale.unscale(run.module.parameters())
     norm: Tensor | float | None = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
@@ -129,27 +137,33 @@ def clip_gradients(run: OpenRun) -> Tensor | float | None:
 
 
 def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
-    """Step the optimizer, but not by a loss or norm that is not finite."""
+    """Step the optimizer, but not by a loss or norm that is not finite; forget the gradients."""
     optimizer: Any = run.optimizer
     broken = numbers.are_broken()
-    if run.log.is_late:
-        optimizer.found_inf = broken  # with it, torch's fused optimizers skip a step
-    if run.log.is_late or run.log.is_finite(batch, numbers.read()):
-        optimizer.step()
-    vars(optimizer).pop("found_inf", None)  # it is no state of the optimizer
+    with explain_optimizer(run.accelerator, type(optimizer).__name__):
+        if run.log.reads_later:
+            optimizer.found_inf = broken  # with it, torch's fused optimizers skip a step
+            optimizer.step()
+            del optimizer.found_inf  # a step without it is never skipped
+        else:
+            known = numbers.read()
+            run.log.refuse_broken(batch, known)
+            if math.isfinite(known["grad_norm"]):  # with a scaled loss, it may overflow
+                optimizer.step()
     run.loss_scale.update(broken)
+    run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
 
 def evaluate(run: OpenRun) -> None:
     """Evaluate after the last finished step, if that is due; a signal cuts it short."""
+    if not run.evaluation_due():
+        return
 
     def work() -> dict[str, Any]:
         with evaluating(run.module):
             losses = evaluation_losses(run)
             return {} if run.stopping.signal else evaluation_metrics(run, losses)
 
-    if not run.evaluation_due():
-        return
     with torch.no_grad():
         metrics = work_with_weights(run.hooks, run, "evaluate", work)
     if metrics:
@@ -180,12 +194,15 @@ def evaluation_losses(run: OpenRun) -> list[Tensor]:
 
 
 def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
-    """Sum losses and metrics over all ranks; return their means over the targets."""
+    """Sum losses and metrics over all ranks; return their means over the targets.
+
+    The losses are sums here: no step's denominator has divided them.
+    """
     tokens = run.evaluation_tokens
-    sums = all_reduce(run, losses).send().read()
-    del sums["grad_norm"], sums["loss_scale"]
+    sums = all_reduce(run, losses)
+    sums.send()
     denominator = tokens.divisor()
     return {
-        **{f"eval_{name}": value / denominator for name, value in sums.items()},
+        **{f"eval_{name}": value / denominator for name, value in sums.read().items()},
         "eval_tokens": int(tokens.targets[tokens.weighted(np.arange(len(tokens)))].sum()),
     }

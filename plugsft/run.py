@@ -29,7 +29,7 @@ from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
 from .ranks.agree import RankGroup, ending_together, is_known_to_all
 from .ranks.failures import keep_beating
-from .ranks.launch import gradient_sync, prepare_gpu, silence_libraries, strategy_name
+from .ranks.launch import prepare_gpu, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
@@ -49,7 +49,7 @@ from .stages import (
 from .step_log import StepLog
 
 
-def open(
+def open_run(
     recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path] = ()
 ) -> "OpenRun":
     """Open a run at step 1, or after the first undamaged one of `checkpoints`."""
@@ -64,7 +64,7 @@ def open(
     accelerator = connect_ranks(recipe, active, machine, data)
     loaded = load_model(recipe, active, accelerator, data, scratch)
     run = OpenRun(recipe, active, record, accelerator, data.tokenizer, loaded)
-    run.plan_steps(data)
+    run.make_plan(data)
     run.checkpoints.restore(checkpoints)
     run.step = run.checkpoints.saved
     describe(run)
@@ -103,7 +103,7 @@ class OpenRun:
         self.stopping = Stopping(self.describe_stop)
         self.log = StepLog(self)
 
-    def plan_steps(self, data: Prepared) -> None:
+    def make_plan(self, data: Prepared) -> None:
         """Let plugins add columns to the tokens, plan the steps, and make ready to save."""
         recipe, accelerator = self.recipe, self.accelerator
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
@@ -138,10 +138,10 @@ class OpenRun:
 
     def describe_stop(self, at_once: bool) -> str:
         """Describe what ends the run at a signal, and what it loses if it ends at once."""
-        saved = self.checkpoints.published
-        lost = f"{format_count(self.step - saved, 'step')} since " + (
-            f"the checkpoint of step {saved}, from which --resume goes on"
-            if saved
+        published = self.checkpoints.published
+        lost = f"{format_count(self.step - published, 'step')} since " + (
+            f"the checkpoint of step {published}, from which --resume goes on"
+            if published
             else "the beginning: there is no checkpoint to resume from"
         )
         if at_once:
@@ -160,9 +160,7 @@ class OpenRun:
             if is_known_to_all(error):
                 raise error
             # If a plugin with state failed, a checkpoint could save a half-updated state.
-            keeps_state = plugin in self.active.plugins and self.active.implements(
-                plugin, ["state_dict"]
-            )
+            keeps_state = plugin in self.active.having("state_dict")
             self.stopping.fail(error, fatal=keeps_state)
 
     def agreed(self, operation: str) -> AbstractContextManager[None]:
@@ -246,7 +244,7 @@ class OpenRun:
         due = self.recipe.evaluates(self.step, self.plan.steps)
         return due and self.checkpoints.evaluated < self.step
 
-    def save_checkpoint(self) -> None:
+    def begin_checkpoint(self) -> None:
         """Begin a checkpoint of the last finished step, which is written in the background."""
         if self.step > self.checkpoints.saved:
             self.publish_checkpoint(wait=True)
@@ -260,7 +258,7 @@ class OpenRun:
             folder = step_folder(self.checkpoints.folder, step)
             self.notify("saved", folder=folder, kind="checkpoint", step=step)
 
-    def save_model(self) -> None:
+    def save_final_model(self) -> None:
         """Write the best or last model, with the weights that plugins want saved."""
         folder, best = self.output / "model", self.checkpoints.best
         keep_best = self.recipe.checkpoint.keep_best
@@ -281,11 +279,6 @@ class OpenRun:
                 say(f"best: {keep_best} {best.value:.4g} at step {step}; model/ has its weights")
             work_with_weights(self.hooks, self, "save", work)
         self.notify("saved", folder=folder, kind="model", step=step)
-
-    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients in a step's last backward pass only, or in each if sharded."""
-        whole = self.recipe.train.keep_whole_gradients
-        return gradient_sync(self.accelerator, self.module, last, whole)
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from .checkpoint.final_model import ensure_saveable
 from .checkpoint.save import ensure_one_output
 from .data.load_tokenizer import new_ids
 from .data.prepare import Prepared, prepare
-from .model.checks import check_recipe, check_weights
+from .model.checks import check_example_weights, check_recipe
 from .model.config import check_ids
 from .model.load import Load, make_load, make_scratch_model
 from .model.schedule import Schedule
@@ -61,7 +61,7 @@ def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
     data = prepare(recipe, active)
     check_ids(recipe, data.largest_id)
     for tokens in filter(None, (data.tokens, data.evaluation)):
-        check_weights(recipe, active, tokens)
+        check_example_weights(recipe, active, tokens)
     return data
 
 

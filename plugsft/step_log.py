@@ -27,13 +27,13 @@ class StepLog:
     def __init__(self, run: OpenRun) -> None:
         self._run = run
         self._unread: Any = None
-        self.is_late = can_skip_steps(run.optimizer) and not run.recipe.provides("early_stop")
+        self.reads_later = can_skip_steps(run.optimizer) and not run.recipe.provides("early_stop")
         """Whether a step's numbers are read while the next step runs."""
 
     def keep(self, batch: GlobalBatch, numbers: Numbers, learning_rate: float) -> None:
         """Keep the numbers of a finished step."""
-        facts = {"learning_rate": learning_rate, "memory_gib": round(memory_gib(), 3)}
-        self._unread = batch, numbers, facts
+        of_host = {"learning_rate": learning_rate, "memory_gib": round(memory_gib(), 3)}
+        self._unread = batch, numbers, of_host
 
     def write(self, meanwhile: GlobalBatch | None = None) -> None:
         """Notify plugins and record of the last step's metrics, unless that is done.
@@ -53,37 +53,38 @@ class StepLog:
         if self._unread:
             self._run.record.logged(self._run.step, self._read())
 
-    def is_finite(self, batch: GlobalBatch, numbers: dict[str, float]) -> bool:
-        """Tell whether the norm is finite; refuse one that is not, unless the loss is scaled.
+    def refuse_broken(self, batch: GlobalBatch, numbers: dict[str, float]) -> None:
+        """Refuse a loss or norm that is not finite, but for a norm that a scaled loss overflows.
 
-        Nothing is saved yet. The weights have not changed, except under DeepSpeed, which steps in
-        the last backward.
+        The optimizer has skipped the step, so the last finished one is the step before. (DeepSpeed
+        steps in the last backward, and has changed the weights.) Nothing of it is saved.
         """
         loss, grad_norm = numbers["loss"], numbers["grad_norm"]
-        finite = math.isfinite(grad_norm)
-        if not (math.isfinite(loss) and (finite or self._run.loss_scale.on)):
-            self._run.step = batch.step - 1
-            raise TrainError(
-                f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step "
-                f"is saved, and earlier checkpoints stand. Rows of this step: {batch.rows()}. A "
-                "lower learning rate or a longer warm-up usually helps"
-            )
-        return finite
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self._run.loss_scale.on):
+            return
+        self._run.step = batch.step - 1
+        raise TrainError(
+            f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step "
+            f"is saved, and earlier checkpoints stand. Rows of this step: {batch.rows()}. A "
+            "lower learning rate or a longer warm-up usually helps"
+        )
 
     def _read(self, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
         """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
-        (batch, numbers, facts), self._unread = self._unread, None
+        (batch, numbers, of_host), self._unread = self._unread, None
         sums, run, plan = numbers.read(), self._run, batch.plan
-        self.is_finite(batch, sums)
+        self.refuse_broken(batch, sums)
         # The time until the loop asked for the next batch, or has read these numbers.
         seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started
         computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
         core = {name: sums.pop(name) for name in ("loss", "grad_norm")}
+        scale = run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"])
+        of_plugins = {name: value / plan.denominator for name, value in sums.items()}
         return {
             **core,
-            **run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"]),
-            **facts,
-            **{name: value / plan.denominator for name, value in sums.items()},
+            **scale,
+            **of_host,
+            **of_plugins,
             "epoch": round(plan.step / run.plan.per_epoch, 4),
             "trained_tokens": plan.targets,
             "tokens": plan.tokens,

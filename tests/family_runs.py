@@ -80,7 +80,7 @@ class Bench:
         recipe, active = load(write_recipe(self.folder / "recipe.toml", tables))
         with active.name_failing_plugin():
             checkpoint = find_checkpoints(recipe, active, resume, None)
-            loop.train(run.open(recipe, active, look(), checkpoint))
+            loop.train(run.open_run(recipe, active, look(), checkpoint))
         return Path(tables["output"])
 
 

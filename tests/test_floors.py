@@ -49,7 +49,7 @@ EXPORTED = {
     "plugsft.data_kit": "Tokenizer Tokens cut render_pairs share_prompts",
     "plugsft.kit": """
         buffer decay_groups decoder_layers find_modules fused_head lay_out make_labels
-        meta_copy meta_model model_inputs num_weights shard_of trained_rows whole_shape
+        meta_copy meta_model model_inputs num_weights shard_of target_places whole_shape
     """,
 }
 COMMANDS = _words("""
@@ -313,7 +313,7 @@ def test_helpers_of_the_loop_take_few_arguments(name):
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         count = len([argument for argument in arguments if argument.arg != "self"])
         # The door: a recipe, its plugins, the machine, and the checkpoints to resume from.
-        assert count <= (4 if function.name == "open" else 3), function.name
+        assert count <= (4 if function.name == "open_run" else 3), function.name
 
 
 def test_exported_names_are_pinned():

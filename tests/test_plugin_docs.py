@@ -151,7 +151,7 @@ def test_the_names_in_batches_are_there(tokens):
     padded = ModelDefaults().collate(tokens=tokens, examples=examples, pad=0)
     packed = pack(tokens, examples)
     shared = documents_of(np.full(2, 2), seen=np.array([0, 1]))
-    assert {*names_in("batch")} == {*padded, *packed, *shared, "_rows", "_target_weights"}
+    assert {*names_in("batch")} == {*padded, *packed, *shared, "_places", "_target_weights"}
     kinds = {"padded": {*padded} - {*packed}, "packed": {*packed} - {*padded}}
     for kind, names in kinds.items():
         cells = [cell for cell, batches, _ in rows("batch") if batches == kind]

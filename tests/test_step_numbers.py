@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT, chats, read_metrics, run_plugsft, write_jsonl
 from plugin_packages import activate, install
 
-from plugsft.kit import trained_rows
+from plugsft.kit import target_places
 from plugsft.ranks.load_batches import to_device
 from plugsft.testing import tiny_runs
 
@@ -85,12 +85,12 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch):
 
 def test_rows_of_labels_that_a_plugin_has_replaced_are_found_anew():
     labels = torch.tensor([[-100, 5, 6, -100], [7, 8, -100, -100]])
-    rows = trained_rows({"labels": labels})
+    rows = target_places({"labels": labels})
     assert rows.tolist() == [0, 1, 4]
-    batch = {"labels": labels, "_rows": rows, "_rows_of": labels}
-    assert trained_rows(batch) is rows
+    batch = {"labels": labels, "_places": rows, "_places_of": labels}
+    assert target_places(batch) is rows
     changed = batch | {"labels": labels.masked_fill(labels == 6, -100)}
-    assert trained_rows(changed).tolist() == [0, 4]
+    assert target_places(changed).tolist() == [0, 4]
 
 
 LATE = """

@@ -18,7 +18,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import cross_entropy
 
 from plugsft import Batch, RecipeError
-from plugsft.kit import fused_head, model_inputs, trained_rows
+from plugsft.kit import fused_head, model_inputs, target_places
 
 LogitTransform = fused_head.LogitTransform
 IGNORED = -100
@@ -73,10 +73,10 @@ class HeadLoss:
         head = head_of(unwrap(model))
         if head not in self.transforms:
             self.prove(model)  # not the run's model, but a reference
-        transform, rows = self.transforms[head], trained_rows(batch)
+        transform, places = self.transforms[head], target_places(batch)
 
         def forward(hidden: Tensor) -> Tensor:
-            losses = self.compute(head, transform, hidden, batch["labels"], summed, rows)
+            losses = self.compute(head, transform, hidden, batch["labels"], summed, places)
             results.append(losses.detach())
             # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
             factor = losses.new_full((1, 1, len(losses)), 1 / transform.slope)
@@ -94,18 +94,18 @@ class HeadLoss:
         hidden: Tensor,
         labels: Tensor,
         summed: bool,
-        rows: Tensor,
+        places: Tensor,
     ) -> Tensor:
         """Return the loss of each target, or their sum as one element."""
         if hidden.shape[:2] != labels.shape:
             raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
-        targets = labels.flatten()[rows + 1]
-        self.trained, self.positions = self.trained + len(rows), self.positions + labels.numel()
-        trained = hidden.flatten(0, 1).index_select(0, rows)
+        targets = labels.flatten()[places + 1]
+        self.trained, self.positions = self.trained + len(places), self.positions + labels.numel()
+        trained = hidden.flatten(0, 1).index_select(0, places)
         weight, bias = head.weight, head.bias
         dtype = compute_dtype(trained, weight)
         self.exact = dtype == torch.float32
-        if self._package and len(rows):
+        if self._package and len(places):
             bias = bias if bias is None else bias.to(dtype)
             inputs = (trained.to(dtype), weight.to(dtype), bias, targets, transform, summed)
             return call_package(self._package, *inputs)

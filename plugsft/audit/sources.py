@@ -12,7 +12,7 @@ from ..data.prepare import open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
-from ..model.checks import check_weights
+from ..model.checks import check_example_weights
 from ..model.config import check_ids
 from ..recipe.tables import Model, Recipe, Source
 from ..registry.active import Active
@@ -112,7 +112,7 @@ def _rows(
     for warning in result.warnings:
         findings.warn("rows", f"{result.name}: {warning}")
     check_ids(recipe, shard.largest)
-    check_weights(recipe, active, sample.tokens)
+    check_example_weights(recipe, active, sample.tokens)
     if result.errors:
         raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
     findings.ok(

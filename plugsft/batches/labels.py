@@ -19,21 +19,22 @@ def model_inputs(batch: Batch) -> Batch:
     return {name: value for name, value in batch.items() if name != "labels" and name[0] != "_"}
 
 
-def trained_rows(batch: Batch) -> Tensor:
+def target_places(batch: Batch) -> Tensor:
     """Return the places in the flattened labels after which a token is trained.
 
     The loop's batches bring them from the host. If a plugin has replaced the labels, or for other
     batches, the device counts them, and the host waits for it.
     """
     labels: Tensor = batch["labels"]
-    if batch.get("_rows_of") is labels:
-        return batch["_rows"]  # type: ignore[no-any-return]
+    if batch.get("_places_of") is labels:
+        return batch["_places"]  # type: ignore[no-any-return]
     return pad(labels[:, 1:] != IGNORED, (0, 1)).flatten().nonzero().squeeze(1)
 
 
 def make_labels(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Return the ids of trained tokens, and IGNORED for the others."""
-    # Arithmetic in place: np.where takes three times as long.
+    # All bits of a trained place are 1, and those of another 0, which becomes IGNORED. Arithmetic
+    # in place: np.where takes three times as long.
     labels = -mask.view(np.int8).astype(np.int32)
     labels &= ids - IGNORED
     labels += IGNORED

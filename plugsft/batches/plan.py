@@ -37,10 +37,11 @@ class InOrder(Layouts):
 def split_over_ranks(examples: Ints, ranks: int, size: int) -> Layout:
     """Split a global batch into micro-batches of `size`; the last ranks may get empty ones."""
     num_micro_batches = -(-len(examples) // (ranks * size))
-    return [
-        [examples[(number * ranks + rank) * size :][:size] for number in range(num_micro_batches)]
+    starts = [
+        [(number * ranks + rank) * size for number in range(num_micro_batches)]
         for rank in range(ranks)
     ]
+    return [[examples[start : start + size] for start in of_rank] for of_rank in starts]
 
 
 class Plan:
@@ -57,11 +58,9 @@ class Plan:
                 "of them has no loss. The plugin that cuts or masks examples must leave them out"
             )
         self._row_limit = recipe.micro_batch_size() if recipe.provides("packed_rows") else None
-        self._epochs: dict[int, Layouts] = {}
-        self._coverage: dict[int, Coverage] = {}
-        self._first_order = ""
-        """A checksum of the first epoch's order, to compare ranks."""
-        self.per_epoch = len(self._epoch(0))
+        self._epochs: dict[int, Epoch] = {}
+        first = self._epoch(0)
+        self.per_epoch, self.examples, self._first_order = len(first), first.examples, first.order
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
@@ -83,16 +82,9 @@ class Plan:
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
-        planner = with_plugins(self._hooks.plan_batches)
-        layout = self._epoch(epoch)[number]
-        ensure_layout(layout, self.ranks, planner)
-        limit, place = len(self.tokens.lengths), f"step {number + 1} of the epoch"
-        layout = [
-            [ensure_examples(part, limit, planner, place) for part in rank] for rank in layout
-        ]
-        self._coverage[epoch].add(number, layout)
-        self._ensure_rows_fit(layout)
-        layout = [list(map(self.tokens.weighted, rank)) for rank in layout]
+        laid_out = self._epoch(epoch).lay_out(number)
+        self._ensure_rows_fit(laid_out)
+        layout = [list(map(self.tokens.weighted, rank)) for rank in laid_out]
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
         rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
         examples = np.concatenate(rank_examples)
@@ -143,41 +135,88 @@ class Plan:
                     "rows of weight 0 out, or raise train.batch_size"
                 )
 
+    def _epoch(self, epoch: int) -> Epoch:
+        """Plan an epoch, unless that is done; keep the one before, whose steps may still come."""
+        if epoch not in self._epochs:
+            self._epochs = {n: known for n, known in self._epochs.items() if n >= epoch - 1}
+            self._epochs[epoch] = self._plan_epoch(epoch)
+        return self._epochs[epoch]
+
+    def _plan_epoch(self, number: int) -> Epoch:
+        order = self._order(number)
+        layouts = self._hooks.plan_batches(
+            order=order,
+            lengths=self.tokens.lengths,
+            columns=self._columns,
+            ranks=self.ranks,
+            train=self._train,
+        )
+        if number and len(layouts) != self.per_epoch:
+            raise PluginError(
+                f"'order_examples' and 'plan_batches' gave {len(layouts)} steps for epoch "
+                f"{number} and {self.per_epoch} for the first; every epoch must have the same "
+                "number"
+            )
+        planner = with_plugins(self._hooks.plan_batches)
+        return Epoch(layouts, order, len(self.tokens.lengths), self.ranks, planner)
+
     def _order(self, epoch: int) -> Ints:
-        """Return the order of an epoch; an evaluation takes each example once."""
+        """Order an epoch's examples; an evaluation takes each example once."""
         if self._evaluates:
             return shuffle_sources(self.tokens, self._train.seed, epoch)
         order = self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
         where = with_plugins(self._hooks.order_examples)
         return ensure_examples(order, len(self.tokens.lengths), where, f"epoch {epoch}")
 
-    def _epoch(self, epoch: int) -> Layouts:
-        if epoch not in self._epochs:
-            # At most two: the current epoch, and the next, whose batches may be loaded ahead.
-            self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
-            self._coverage = {n: self._coverage[n] for n in self._epochs}
-            order = self._order(epoch)
-            self._first_order = self._first_order or xxhash.xxh3_64_hexdigest(
-                np.ascontiguousarray(order).data
+
+class Epoch:
+    """The steps of an epoch, which together lay out each example of its order once."""
+
+    def __init__(self, layouts: Layouts, order: Ints, count: int, ranks: int, planner: str) -> None:
+        self.examples = len(order)
+        self.order = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(order).data)
+        """A checksum of its order, to compare ranks."""
+        self._layouts, self._count, self._ranks, self._planner = layouts, count, ranks, planner
+        self._left = np.bincount(order, minlength=count).astype(np.int32)
+        """How often each example is still to come."""
+        self._seen = set[int]()
+        self._lock = Lock()  # steps may be planned in several threads
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def lay_out(self, number: int) -> Layout:
+        """Lay out a step; refuse what the planner may not give."""
+        layout = self._layouts[number]
+        ensure_layout(layout, self._ranks, self._planner)
+        place = f"step {number + 1} of the epoch"
+        layout = [
+            [ensure_examples(part, self._count, self._planner, place) for part in rank]
+            for rank in layout
+        ]
+        examples = np.concatenate([examples for rank in layout for examples in rank])
+        with self._lock:
+            if number not in self._seen:
+                self._seen.add(number)
+                self._cross_off(examples)
+        return layout
+
+    def _cross_off(self, examples: Ints) -> None:
+        """Refuse a step that repeats examples, and a last one that leaves examples out."""
+        np.subtract.at(self._left, examples, 1)
+        repeated = examples[self._left[examples] < 0]
+        if repeated.size:
+            raise PluginError(
+                f"{self._planner} laid out example {repeated[0]:,} more often than the epoch's "
+                "order has it; it must lay out each example once"
             )
-            self.examples = len(order)
-            layouts = self._hooks.plan_batches(
-                order=order,
-                lengths=self.tokens.lengths,
-                columns=self._columns,
-                ranks=self.ranks,
-                train=self._train,
+        lost = np.flatnonzero(self._left) if len(self._seen) == len(self) else repeated
+        if lost.size:
+            raise PluginError(
+                f"{self._planner} left out {lost.size:,} examples of the epoch, such as "
+                f"example {lost[0]:,}; it must lay out each example once. Leave examples out "
+                "in 'order_examples'"
             )
-            if self._epochs and len(layouts) != self.per_epoch:
-                raise PluginError(
-                    f"'order_examples' and 'plan_batches' gave {len(layouts)} steps for epoch "
-                    f"{epoch} and {self.per_epoch} for the first; every epoch must have the same "
-                    "number"
-                )
-            planner = with_plugins(self._hooks.plan_batches)
-            self._coverage[epoch] = Coverage(order, len(self.tokens.lengths), len(layouts), planner)
-            self._epochs[epoch] = layouts
-        return self._epochs[epoch]
 
 
 def small_data(train: Train, examples: int) -> str:
@@ -209,35 +248,6 @@ def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints
     order: Ints = np.concatenate(repeats)
     random.shuffle(order)
     return order
-
-
-class Coverage:
-    """The examples of an epoch that no step has laid out yet."""
-
-    def __init__(self, order: Ints, examples: int, steps: int, planner: str) -> None:
-        self._left = np.bincount(order, minlength=examples).astype(np.int32)
-        self._steps, self._planner, self._seen = steps, planner, set[int]()
-        self._lock = Lock()  # steps may be planned in several threads
-
-    def add(self, number: int, layout: Layout) -> None:
-        """Refuse a step that repeats examples, and a last one that leaves examples out."""
-        examples = np.concatenate([examples for rank in layout for examples in rank])
-        with self._lock:
-            if number in self._seen:
-                return
-            self._seen.add(number)
-            np.subtract.at(self._left, examples, 1)
-            if (repeated := examples[self._left[examples] < 0]).size:
-                raise PluginError(
-                    f"{self._planner} laid out example {repeated[0]:,} more often than the epoch's "
-                    "order has it; it must lay out each example once"
-                )
-            if len(self._seen) == self._steps and (lost := np.flatnonzero(self._left)).size:
-                raise PluginError(
-                    f"{self._planner} left out {lost.size:,} examples of the epoch, such as "
-                    f"example {lost[0]:,}; it must lay out each example once. Leave examples out "
-                    "in 'order_examples'"
-                )
 
 
 def ensure_layout(layout: Layout, ranks: int, planner: str) -> None:

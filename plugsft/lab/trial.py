@@ -24,7 +24,7 @@ from ..hooks import hookimpl, plugin, state
 from ..ranks.precision import on_cpu
 from ..registry.discover import FoundPlugin
 from ..registry.load import load
-from ..run import open as open_run
+from ..run import open_run
 from ..tokens.store import Tokens
 
 NO_STACK = "can't start new thread"

@@ -20,7 +20,7 @@ def check_recipe(
     check_context(recipe)
 
 
-def check_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
+def check_example_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
     """Refuse weights of examples that the loss would ignore, or that are all 0."""
     weights = tokens.columns.get(WEIGHT)
     if weights is None:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, TokenNll
-from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, trained_rows
+from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, target_places
 from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
@@ -93,5 +93,5 @@ class ModelDefaults(ScheduleDefaults):
         if summed:
             return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
         losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
-        rows = trained_rows(batch)
-        return losses[rows - rows // batch["labels"].shape[1]]  # without each last token
+        places = target_places(batch)
+        return losses[places - places // batch["labels"].shape[1]]  # without each last token

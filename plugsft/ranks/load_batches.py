@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.errors import PluginError, TrainError, out_of_memory
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
-from ..batches.labels import trained_rows
+from ..batches.labels import target_places
 from ..hooks import Hooks, with_plugins
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
@@ -139,12 +139,12 @@ class BatchLoader:
         if self._packed:
             ensure_documents(batch, tokens, examples, with_plugins(self.hooks.collate))
         if getattr(batch.get("labels"), "ndim", 0) == 2:  # a plugin's step may have others
-            batch = batch | {"_rows": trained_rows(batch)}
+            batch = batch | {"_places": target_places(batch)}
         weights = tokens.weights(examples)
         if (weights == 1).all():
             return batch
         per_target = weights.repeat(tokens.targets[examples])
-        if (targets := len(batch["_rows"])) != len(per_target):
+        if (targets := len(batch["_places"])) != len(per_target):
             raise PluginError(
                 f"{with_plugins(self.hooks.collate)} gave {targets:,} targets for examples with "
                 f"{len(per_target):,}, so that their weights cannot be assigned; it must keep "
@@ -157,7 +157,7 @@ class BatchLoader:
             name: to_device(value, self._device) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        return moved | {"_rows_of": moved["labels"]} if "_rows" in moved else moved
+        return moved | {"_places_of": moved["labels"]} if "_places" in moved else moved
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -52,28 +52,35 @@ class Numbers:
         self._names = ["loss", *others]
         self._copied: torch.cuda.Event | None = None
 
-    def send(self, grad_norm: Tensor | float | None = None, scale: Tensor | float = 1) -> Self:
-        """Begin the copy to the host, with norm and scale, which are the same on all ranks."""
-        whole = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self._sums[-1:] = math.nan if whole is None else whole
-        self._sums[-2].fill_(scale)
+    @torch.no_grad()
+    def add(self, **equal: Tensor | float | None) -> None:
+        """Add numbers that all ranks have alike; None stands for no number."""
+        for name, value in equal.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            place = self._sums[len(self._names)]
+            if isinstance(whole, Tensor):
+                place.copy_(whole.reshape(()), non_blocking=True)
+            else:
+                place.fill_(math.nan if whole is None else whole)
+            self._names.append(name)
+
+    def send(self) -> None:
+        """Begin the copy to the host."""
         self._host.copy_(self._sums, non_blocking=self._sums.is_cuda)
         if self._sums.is_cuda:
             self._copied = torch.cuda.current_stream().record_event()
-        return self
 
     def are_broken(self) -> Tensor:
         """1 if the loss or the gradient norm is not finite, else 0; the host does not wait."""
-        zero = 0 * (self._sums[0] + self._sums[-1])  # not a number, if one of them is not finite
+        loss, grad_norm = self._sums[0], self._sums[self._names.index("grad_norm")]
+        zero = 0 * (loss + grad_norm)  # not a number, if one of them is not finite
         return zero.isnan().float()
 
     def read(self) -> dict[str, float]:
-        """Wait for the copy; return the numbers by name, with "grad_norm" and "loss_scale"."""
+        """Wait for the copy; return the numbers by name."""
         if self._copied:
             self._copied.synchronize()
-        *values, scale, grad_norm = self._host.tolist()
-        numbers = dict(zip(self._names, values, strict=False))
-        numbers |= {"grad_norm": grad_norm, "loss_scale": scale}
+        numbers = dict(zip(self._names, self._host.tolist(), strict=False))
         if numbers.pop("checksum") != self._checksum * self._accelerator.num_processes:
             ensure_alike(self._facts, SAME_CALLS)
         return numbers

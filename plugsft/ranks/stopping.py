@@ -84,7 +84,7 @@ class Stopping:
         self.signal = next((one.signal for one in said if one.signal), "")
         self.reason = self.signal or next((one.stop for one in said if one.stop), "")
 
-    def raise_stopped(self, step: int, output: str) -> None:
+    def raise_if_stopped(self, step: int, output: str) -> None:
         """End the run on all ranks, if a signal asked for it."""
         if self.signal:
             number = getattr(signal, self.signal, signal.SIGTERM)

@@ -457,7 +457,9 @@ class Recipe(Table):
 
     def evaluates(self, step: int, steps: int) -> bool:
         """Tell whether an evaluation follows this step of a run."""
-        return self.eval is not None and (step == steps or step % self.eval.every == 0)
+        if self.eval is None or step == 0:
+            return False
+        return step == steps or step % self.eval.every == 0
 
     @property
     def folder(self) -> Path:

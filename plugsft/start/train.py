@@ -60,7 +60,7 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
         for warning in warnings_of(recipe, machine.world_size):
             say(f"warning: {warning}")
         with ending_together(recipe.output):
-            opened = run.open(recipe, active, machine, checkpoints)
+            opened = run.open_run(recipe, active, machine, checkpoints)
             try:
                 loop.train(opened)
             finally:

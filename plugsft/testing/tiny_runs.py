@@ -176,7 +176,7 @@ def train(
     recipe, active = _resolve(raw, micro_batch)
     checkpoints = [checkpoint] if checkpoint else []
     # A tiny model gains nothing from threads, and several runs share the cores.
-    opened = run.open(recipe, active, replace(look(), cores=1), checkpoints)
+    opened = run.open_run(recipe, active, replace(look(), cores=1), checkpoints)
     loop.train(opened)
     lines = read_metrics(recipe.folder / "metrics.jsonl") if opened.is_main else []
     states = {name: dict(_flat(state)) for name, state in active.state_dicts().items()}

@@ -11,7 +11,7 @@ from plugsft.base.machine import look
 from plugsft.data.chat import CHATML
 from plugsft.loop import forward_backward, plugin_metrics
 from plugsft.registry.load import resolve
-from plugsft.run import open as open_run
+from plugsft.run import open_run
 
 NAMES = ("input_ids", "attention_mask", "labels")
 # What TRL trains of a turn is all behind what it gives a model to write it.

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from plugsft import RecipeError
-from plugsft.kit import trained_rows
+from plugsft.kit import target_places
 from plugsft.model.fused_head import LogitTransform
 from plugsft.plugins.bfd_packing.attention import attend as attend_documents
 from plugsft.plugins.bfd_packing.documents import documents_of
@@ -214,7 +214,7 @@ def fused_loss(
 ) -> Tensor:
     """Return the loss of a kernel of the plugin."""
     head = SimpleNamespace(weight=weight, bias=None)
-    rows = trained_rows({"labels": labels})
+    rows = target_places({"labels": labels})
     nll: Tensor = loss.compute(head, transform, hidden, labels, True, rows)
     return nll.sum()
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
-from plugsft.kit import trained_rows
+from plugsft.kit import target_places
 from plugsft.model.fused_head import LogitTransform
 from plugsft.plugins.fused_loss.loss import HeadLoss
 
@@ -233,7 +233,7 @@ def fused() -> Loss:
 
     def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        rows = trained_rows({"labels": labels})
+        rows = target_places({"labels": labels})
         nll: Tensor = loss.compute(head, LogitTransform(), hidden, labels, True, rows)
         return nll.sum()
 

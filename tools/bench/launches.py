@@ -162,7 +162,7 @@ def counting() -> Iterator[Steps]:
     with ExitStack() as stack:
         for owner, name, replacement in (
             (OpenRun, "global_batches", count_steps),
-            (OpenRun, "save_checkpoint", uncounted(OpenRun.save_checkpoint)),
+            (OpenRun, "begin_checkpoint", uncounted(OpenRun.begin_checkpoint)),
             (loop, "evaluate", uncounted(loop.evaluate)),
             (loop, "forward_backward", count_micro_steps),
             (step_numbers, "buffer", pinned_buffer),
