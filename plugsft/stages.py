@@ -91,7 +91,8 @@ def load_model(
             return optimizer
 
     with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
-        # DeepSpeed scatters each tensor as it is made, so there ranks cannot agree afterwards.
+        # DeepSpeed scatters each tensor as it is made. A rank that fails there leaves the others in
+        # a collective, where no agreement would reach them; `ending_together` ends them.
         scatters = accelerator.distributed_type == DistributedType.DEEPSPEED
         with nullcontext() if scatters else agreed("loading the model"):
             model = active.hooks.optimize_model(load=load)
