@@ -120,7 +120,7 @@ class TrialRunner:
             tables["plugins"][traced.plugin].pop(traced.option, None)
         if "scratch" in tables["model"]:
             tables["model"].setdefault("tokenizer", str(data.tokenizer_folder.absolute()))
-        self._whole = self.tables = tables
+        self.tables = tables
 
     def epoch_order(self) -> Ints:
         """Return the order of the recipe's first epoch."""
@@ -133,7 +133,7 @@ class TrialRunner:
         folder = self.folder / f"tokens-{time.monotonic_ns()}"
         write_examples(self.tokens, numbers, folder)
         rows = dict.fromkeys(("data.source", "data.sources", "data.split"))
-        self.tables = with_changes(self._whole, {**rows, "data.tokens": str(folder.absolute())})
+        self.tables = with_changes(self.tables, {**rows, "data.tokens": str(folder.absolute())})
 
     def run(
         self, changes: Mapping[str, Any], steps: int, without: Sequence[str] = (), memory: int = 0
@@ -142,15 +142,13 @@ class TrialRunner:
 
         Failures are returned, not raised. `memory` limits the bytes of each rank.
         """
-        # The trial ends before the last step, which would save the model.
-        changes = {**changes, "train.steps": steps + 1, "train.log_every": 10**9}
         self._started += 1
         folder = self.folder / f"{self._started:04d}"
         folder.mkdir()
-        tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
-        for name in without:
-            tables["plugins"].pop(name, None)
-        (folder / RECIPE).write_text(tomli_w.dumps(tables))
+        tables = with_changes(self.tables, {f"plugins.{name}": None for name in without})
+        # The trial ends before the last step, which would save the model.
+        own = {"train.steps": steps + 1, "train.log_every": 10**9, "output": str(folder / "run")}
+        (folder / RECIPE).write_text(tomli_w.dumps(with_changes(tables, {**changes, **own})))
         words = [*(self._launch or [sys.executable]), "-m", MODULE, str(folder / RECIPE)]
         code, seconds = run_process([*words, str(memory)], folder / OUTPUT)
         return read_trial(folder, steps, code, seconds)

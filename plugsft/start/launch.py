@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,7 +72,7 @@ def join(options: Options) -> None:
 
 def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn:
     """Print the line that trains a recipe, and run it in place of this process."""
-    slurm = slurm_step(os.environ)
+    slurm = slurm_step()
     several = slurm is not None and slurm.nodes > 1
     if not several and options == Options() and Path(default_config_file).is_file():
         say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
@@ -194,38 +193,33 @@ def _execute(command: list[str]) -> NoReturn:
     os.execve(sys.executable, command, child_environment())
 
 
-def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
+def slurm_step() -> Slurm | None:
     """Read the Slurm step of this process; None outside of Slurm.
 
     Refuses a job of several nodes outside of `srun`, and several tasks on a node: one would wait
     for ever, the other would start all ranks more than once.
     """
-    job = environment.get("SLURM_JOB_ID", "")
+    job, gpus = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "GPUS_ON_NODE"))
     if not job.isdigit():
         return None
-    if "SLURM_STEP_NUM_NODES" not in environment:
-        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1, environment)
+    if "SLURM_STEP_NUM_NODES" not in os.environ:
+        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1)
         if machines > 1:
             raise LaunchError(
                 f"Slurm job {job} has {machines} machines, and this command runs on one of them; "
                 "start it on all: srun --ntasks-per-node=1 plugsft launch ..."
             )
         return None
-    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1, environment)
-    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1, environment)
+    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1)
+    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1)
     if tasks > nodes:
         raise LaunchError(
             f"srun starts {tasks} tasks on {format_count(nodes, 'machine')}; plugsft launch "
             "starts the ranks itself: srun --ntasks-per-node=1"
         )
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
-    return Slurm(
-        int(job),
-        nodes,
-        env_number("SLURM_NODEID", environment=environment),
-        first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
-        int(gpus) if gpus.isdigit() else 0,
-    )
+    host = first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    node = env_number("SLURM_NODEID")
+    return Slurm(int(job), nodes, node, host, int(gpus) if gpus.isdigit() else 0)
 
 
 def first_host(names: str) -> str:
