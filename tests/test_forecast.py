@@ -389,6 +389,16 @@ def test_stored_recomputed_and_offloaded_activations_are_counted_separately(reci
     assert re.search(r"of each rank's activations in host memory, [\d.]+ GiB a machine", line)
 
 
+def test_ranks_that_are_tried_later_are_forecast_as_if_they_were_asked_for(recipe, tmp_path):
+    """A forecast for one GPU has no weights cast to bfloat16; those for more have."""
+    loaded, active = registry.load(recipe, ["model.dtype=bfloat16"])
+    active.attach(DataDefaults(loaded.folder), BatchDefaults())
+    epoch, two = read_epoch(loaded, active, tmp_path), Cluster("H100", True, 80e9, 1, 2)
+    later, asked = (Forecaster(anchored(loaded), epoch, gpu=True) for _ in range(2))
+    later.forecast({}, Cluster("H100", True, 80e9, 1, 1))
+    assert later.forecast({}, two) == asked.forecast({}, two)
+
+
 @only_full
 def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
     pairs = [{"prompt": "say", "chosen": one["text"], "rejected": "no"} for one in rows(40, 30)]

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -58,13 +59,12 @@ class Findings:
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def ok(self, subject: str, text: str) -> None:
-        """Print that a subject is fine."""
-        self._line("ok", subject, text)
+    def line(self, mark: str, subject: str, text: str) -> None:
+        """Print a line: a subject is fine, may be a mistake, or fails."""
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))
 
-    def warn(self, subject: str, text: str) -> None:
-        """Warn of something that works but may be a mistake."""
-        self._line("warn", subject, text)
+    ok = partialmethod(line, "ok")
+    warn = partialmethod(line, "warn")
 
     @contextmanager
     def about(self, subject: str) -> Iterator[None]:
@@ -75,12 +75,8 @@ class Findings:
             new = [line for line in str(error).splitlines() if line not in self.problems]
             self.problems += new
             if new:
-                self._line(
-                    "fail", subject, "see the end" if len(new) == 1 else f"{len(new)} problems"
-                )
-
-    def _line(self, mark: str, subject: str, text: str) -> None:
-        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))
+                text = "see the end" if len(new) == 1 else f"{len(new)} problems"
+                self.line("fail", subject, text)
 
 
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
@@ -284,9 +280,9 @@ def _rows(
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
     """Describe how a global batch is divided among the ranks."""
-    word = "rank" if ranks == 1 else "ranks"
+    count = format_count(ranks, "rank")
     if planners := active.having("plan_batches"):
-        findings.ok("ranks", f"{ranks} {word}; batches are planned by {' and '.join(planners)}")
+        findings.ok("ranks", f"{count}; batches are planned by {' and '.join(planners)}")
         return
     size, micro = train.batch_size, train.micro_batch
     steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
@@ -302,7 +298,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
         return
     full = "" if size % (ranks * micro) == 0 else ", not all of them full"
     share = f"{steps} x {min(micro, size)} on each{full}"
-    findings.ok("ranks", f"{ranks} {word}, a global batch of {size} examples: {share}")
+    findings.ok("ranks", f"{count}, a global batch of {size} examples: {share}")
 
 
 def _steps(

@@ -51,6 +51,14 @@ class Audit:
     """Problems that would make training wrong."""
     warnings: list[str] = field(default_factory=list)
 
+    def fail(self, numbers: Iterable[int], text: str) -> None:
+        """Note rows that would make training wrong."""
+        self.errors.append(f"{name_rows([*numbers], self.rows)}: {text}")
+
+    def warn(self, numbers: Iterable[int], text: str) -> None:
+        """Note rows that may be a mistake."""
+        self.warnings.append(f"{name_rows([*numbers], self.rows)}: {text}")
+
     @property
     def lines(self) -> list[tuple[str, str]]:
         """The facts, then the findings."""
@@ -87,11 +95,9 @@ def audit(
         result.facts.append(("unused columns", ", ".join(sample.shard.unread)))
     if sample.shard.unrolled:
         result.facts.append(("chats", describe_unrolled(sample.shard.unrolled)))
-    result.warnings += judge_chats(sample, work, opened[source], active)
-    over = int((lengths - data.max_length).clip(0).sum())
-    errors, warnings = judge_rows(sample, rows, data, over)
-    result.errors += errors
-    result.warnings += warnings
+    if not active.having("render"):
+        _judge_chats(result, work, opened[source])
+    _judge_rows(result, data)
     return result
 
 
@@ -174,30 +180,28 @@ def _judge_examples(result: Audit, work: ShardWriter) -> None:
             last = next((n for n in ids[::-1].tolist() if spellings[n].strip()), -1)
             ends[last if last in added else -1].append(row)
 
-    def name(numbers: Iterable[int]) -> str:
-        return name_rows([*numbers], result.rows)
-
     for row, earlier in [*repeats.items()][:1]:
-        result.warnings.append(
-            f"{name(repeats)}: the same tokens as an earlier row ({name([row])} repeats "
-            f"{name([earlier])})"
-        )
+        first, again = (name_rows([number], result.rows) for number in (earlier, row))
+        result.warn(repeats, f"the same tokens as an earlier row ({again} repeats {first})")
     if covered:
-        result.errors.append(
-            f"{name(covered)}: the mask covers the role '{header}', which the model never has to "
-            "write; let the {% generation %} block of the chat template begin after it"
+        result.fail(
+            covered,
+            f"the mask covers the role '{header}', which the model never has to write; let the "
+            "{% generation %} block of the chat template begin after it",
         )
     end, rows = max(ends.items(), key=lambda item: len(item[1]), default=(-1, []))
     if rows and end == -1:
-        result.warnings.append(
-            f"{name(rows)}: no special token ends the example, so the model would not learn to "
-            "stop; let the chat template write one, or give the tokenizer an eos_token"
+        result.warn(
+            rows,
+            "no special token ends the example, so the model would not learn to stop; let the "
+            "chat template write one, or give the tokenizer an eos_token",
         )
     elif rows and end not in trained:
-        result.errors.append(
-            f"{name(rows)}: '{spellings[end].decode()}' ends the example and is never trained, so "
-            "the model would not learn to stop; let the {% generation %} block of the chat "
-            "template end after it"
+        result.fail(
+            rows,
+            f"'{spellings[end].decode()}' ends the example and is never trained, so the model "
+            "would not learn to stop; let the {% generation %} block of the chat template end "
+            "after it",
         )
 
 
@@ -225,43 +229,38 @@ def _covers(
     return False
 
 
-def judge_rows(sample: Sample, rows: Rows, data: Data, over: int) -> tuple[list[str], list[str]]:
-    """Name the rows that stop the run, then those that are dropped, cut or unusual.
-
-    `over` is the number of tokens beyond data.max_length.
-    """
-    shard, errors = sample.shard, list[str]()
-    warnings = describe_warnings(shard.warnings, rows)
-    long = f"longer than data.max_length = {data.max_length:,}"
+def _judge_rows(result: Audit, data: Data) -> None:
+    """Name the rows that stop the run, and those that are dropped, cut or unusual."""
+    shard, long = result.sample.shard, f"longer than data.max_length = {data.max_length:,}"
     bad = sorted(shard.bad.items(), key=lambda item: item[1])
     if not shard.examples:
-        why = "; ".join(f"{name_rows(numbers, rows)}: {reason}" for reason, numbers in bad)
-        cure = cure_bad(shard.bad, drop=False)
-        return [f"no row has a token to train on: {why or f'all are {long}'}{cure}"], []
+        reasons = [f"{name_rows(numbers, result.rows)}: {reason}" for reason, numbers in bad]
+        why, cure = "; ".join(reasons) or f"all are {long}", cure_bad(shard.bad, drop=False)
+        result.errors.append(f"no row has a token to train on: {why}{cure}")
+        return
+    result.warnings += describe_warnings(shard.warnings, result.rows)
     found = list[tuple[list[int], str, str, str, str]]()
     for reason, numbers in bad:
         found.append((numbers, reason, data.on_bad_row, cure_bad({reason: numbers}), "dropped"))
+    over = int((result.lengths - data.max_length).clip(0).sum())
     found.append((shard.too_long, long, data.too_long, CURE_LONG, "dropped"))
     found.append((shard.truncated, long, data.too_long, CURE_LONG, f"cut by {over:,} tokens"))
     for numbers, reason, setting, cure, fate in found:
-        text = f"{name_rows(numbers, rows)}: {reason}"
         if numbers and setting == "error":
-            errors.append(text + cure)
+            result.fail(numbers, reason + cure)
         elif numbers:
-            warnings.append(f"{text}; {fate}")
-    return errors, warnings
+            result.warn(numbers, f"{reason}; {fate}")
 
 
-def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: Active) -> list[str]:
+def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
     """Warn of words that a template leaves out, and of special tokens among them."""
     kind = format_of(read_lead_row(opened, work.data))
-    if kind is None or kind in TEXTS or active.having("render"):
-        return []
-    rows, special = opened.part(0, len(opened)), special_tokens(work)
-    chat = Chat(work.tokenizer, work.data)
+    if kind is None or kind in TEXTS:
+        return
+    special, chat = special_tokens(work), Chat(work.tokenizer, work.data)
     found: dict[str, list[int]] = defaultdict(list)
-    read = (opened.read(numbers.start, numbers.stop) for numbers in sample.ranges)
-    for number, row in zip(sample.rows, chain.from_iterable(read), strict=True):
+    read = (opened.read(numbers.start, numbers.stop) for numbers in result.sample.ranges)
+    for number, row in zip(result.sample.rows, chain.from_iterable(read), strict=True):
         if not isinstance(row, dict):
             continue
         try:
@@ -276,7 +275,8 @@ def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: A
             for token in special.findall(content):
                 reads = f"the text contains '{token}', which the model reads as a control token"
                 found[reads].append(number)
-    return [f"{name_rows(numbers, rows)}: {warning}" for warning, numbers in found.items()]
+    for warning, numbers in found.items():
+        result.warn(numbers, warning)
 
 
 def special_tokens(work: ShardWriter) -> re.Pattern[str]:

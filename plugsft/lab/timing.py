@@ -136,8 +136,8 @@ class PluginResult:
     """The effects of a plugin: alone against none, and all against all without it."""
 
     plugin: str
-    alone: Ratio | None = None
-    company: Ratio | None = None
+    alone: Ratio | None
+    company: Ratio | None
     """All plugins against all but this one."""
     memory: dict[str, float] = field(default_factory=dict)
     """Host and device -> extra bytes, alone; negative if it saves some."""
@@ -147,7 +147,7 @@ class PluginResult:
     """Contenders that failed."""
 
     def row(self) -> list[str]:
-        """Return its row of the table."""
+        """Its row of the table."""
         cells = [str(ratio) if ratio else "" for ratio in (self.alone, self.company)]
         extra = [
             f"{'device ' * (device == 'device')}{size / MIB:+,.0f} MiB"
@@ -166,18 +166,15 @@ class PluginResult:
         return "; ".join(dict.fromkeys(phrases)) or NOISE
 
 
+@dataclass(frozen=True)
 class Bench:
     """Reads a bench's report."""
 
-    def __init__(self, report: Mapping[str, Any]) -> None:
-        self.report = report
-        self.warmup = int(report["settings"]["warmup"])
-        self.contenders: dict[str, dict[str, Any]] = report["contenders"]
-        self.measured: list[str] = report["measured"]
+    report: Mapping[str, Any]
 
     def trials(self, contender: str) -> list[Figures]:
         """A contender's figures in each round, with those of a failure."""
-        key = self.contenders[contender]["rounds"]
+        key = self.report["contenders"][contender]["rounds"]
         return [figures[key] for figures in self.report["rounds"] if key in figures]
 
     def pairs(self, one: str, other: str) -> list[tuple[Figures, Figures]]:
@@ -187,12 +184,11 @@ class Bench:
 
     def results(self) -> Iterator[PluginResult]:
         """Yield the effects of each measured plugin."""
-        for name in self.measured:
+        warmup = self.report["settings"]["warmup"]
+        for name in self.report["measured"]:
             one, rest = alone(name), name_without(name)
             pairs, company = self.pairs(one, BASELINE), self.pairs(ALL, rest)
-            result = PluginResult(name)
-            result.alone = speed_ratio(pairs, self.warmup)
-            result.company = speed_ratio(company, self.warmup)
+            result = PluginResult(name, speed_ratio(pairs, warmup), speed_ratio(company, warmup))
             for device in ("host", "device"):
                 peaks = [(a[device], b[device]) for a, b in pairs if device in a]
                 if peaks:
@@ -211,7 +207,7 @@ class Bench:
 
 
 def speed_ratio(pairs: list[tuple[Figures, Figures]], warmup: int) -> Ratio | None:
-    """Return the speed of one trial relative to another, in each pair.
+    """The speed of one trial relative to another, in each pair.
 
     A step has the same examples in every trial, so each is compared with itself; the median of
     the steps counts, as other load on the machine slows some of them.

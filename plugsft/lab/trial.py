@@ -62,7 +62,7 @@ class Trial:
 
     @hookimpl(wrapper=True)
     def order_examples(self, tokens: Tokens) -> Any:
-        """Return the examples in the order in which they are stored."""
+        """Keep the order in which the examples are stored: the caller has chosen it."""
         with suppress(Exception):  # plugins do not know these examples
             yield
         return np.arange(len(tokens))

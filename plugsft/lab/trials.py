@@ -61,7 +61,7 @@ class Trial:
     out_of_memory: bool = False
 
     def of(self, name: str, warmup: int = 0) -> list[float]:
-        """Return a metric of each step after the first ones."""
+        """A metric of each step after the first ones."""
         return [float(step[name]) for step in self.steps[warmup:]]
 
 
@@ -113,8 +113,9 @@ class TrialRunner:
         tables = anchored(recipe)
         tables.pop("eval", None)
         tables["checkpoint"] = {"every": 0}
-        for each in (each for name in LEFT_OUT_ALWAYS for each in recipe.providers(name)):
-            tables["plugins"].pop(each.plugin, None)
+        for name in LEFT_OUT_ALWAYS:
+            for each in recipe.providers(name):
+                tables["plugins"].pop(each.plugin, None)
         # The steps to trace are those of a whole run.
         for traced in recipe.providers("traced_steps"):
             tables["plugins"][traced.plugin].pop(traced.option, None)
@@ -123,7 +124,7 @@ class TrialRunner:
         self.tables = tables
 
     def epoch_order(self) -> Ints:
-        """Return the order of the recipe's first epoch."""
+        """The order of the recipe's first epoch."""
         seed = self._recipe.train.seed
         with self._active.name_failing_plugin():
             return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
@@ -208,7 +209,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables with {"table.key": value} set; None removes a key, or a table."""
+    """Copy tables with {"table.key": value} set; None removes a key, or a table."""
     changed = copy.deepcopy(dict(tables))
     for dotted_key, value in changes.items():
         *path, key = dotted_key.split(".")

@@ -84,8 +84,6 @@ class Tuning:
                 "examples of other steps, so another value would affect results; choose it by hand"
             )
         self._probes: dict[int, Probes] = {}
-        self._rival: Probes | None = None
-        """The size that took turns with the own one."""
         self._count = 0
 
     @property
@@ -138,7 +136,6 @@ class Tuning:
                 raise self._nothing_fits()
             if not own.speeds:
                 break
-            self._rival = best
             # In turn: a machine that becomes slower or faster favours neither.
             pair = (self.own, best.size)
             sizes = [size for turn in range(TURNS) for size in pair[:: (-1) ** turn]]
@@ -170,7 +167,7 @@ class Tuning:
         return trial
 
     def so_far(self) -> str:
-        """Return a line about the best probe so far."""
+        """Say what a stop leaves: the best probe so far."""
         best = self._fastest()
         return f"best so far: {self._describe(best)}" if best else "no probe has finished"
 
@@ -179,7 +176,7 @@ class Tuning:
         return max(fitting, key=lambda probes: probes.speed, default=None)
 
     def _gain(self, best: Probes) -> Ratio:
-        """Return the speed relative to the own size, in each turn."""
+        """The speed relative to the own size, in each turn."""
         turns = (best.speeds[-TURNS:], self._probes[self.own].speeds[-TURNS:])
         return Ratio(tuple(after / before for after, before in zip(*turns, strict=True)))
 
@@ -199,13 +196,16 @@ class Tuning:
 
     def reasons(self, best: Probes) -> list[str]:
         """Say in lines why a size is the best."""
-        own, rival = self._probes[self.own], self._rival
+        own = self._probes[self.own]
         lines = [f"{'keep yours' if best is own else 'chosen'}: {self._describe(best)}"]
-        if rival and rival.speeds and own.speeds:
-            gain = self._gain(rival)
-            lines.append(f"{self.key} = {rival.size} is {gain} as fast as yours: {gain.word}")
-        failed = [probes for probes in self._probes.values() if probes.error]
-        lines += [f"{self.key} = {probes.size}: {probes.error}" for probes in failed]
+        for probes in self._probes.values():
+            took_turns = min(len(own.speeds), len(probes.speeds)) > TURNS
+            if took_turns and probes is not own:
+                gain = self._gain(probes)
+                lines.append(f"{self.key} = {probes.size} is {gain} as fast as yours: {gain.word}")
+        for probes in self._probes.values():
+            if probes.error:
+                lines.append(f"{self.key} = {probes.size}: {probes.error}")
         lines.append(
             f"{format_count(self._count, 'probe')} of {format_count(self._steps, 'step')}, in "
             f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
@@ -214,7 +214,7 @@ class Tuning:
 
 
 def keeps_steps(recipe: Recipe) -> bool:
-    """Tell whether a step has `batch_size` examples of the epoch's order, however it is packed."""
+    """Whether a step has `batch_size` examples of the epoch's order, however it is packed."""
     _, active = resolve(anchored(recipe))
     active.attach(BatchDefaults())
     registry.check(active, recipe, look(), ["plan_batches"])

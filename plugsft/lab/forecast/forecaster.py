@@ -89,7 +89,7 @@ class Workload:
 
 
 def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
-    """Return an epoch's examples: from prepared tokens, or from a sample of each source."""
+    """An epoch's examples: from prepared tokens, or from a sample of each source."""
     if recipe.data.tokens:
         data = open_data(recipe, active)
         tokens = open_named_tokens(recipe, data, active)
@@ -171,7 +171,7 @@ def _cut(recipe: Recipe, tokens: Tokens) -> Tokens:
 
 
 def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
-    """Return a micro-batch's tokens with padding, and the pairs that attention compares."""
+    """A micro-batch's tokens with padding, and the pairs that attention compares."""
     if packed:
         return int(lengths.sum()), int((lengths**2).sum())
     longest = int(lengths.max(initial=0))
@@ -179,7 +179,7 @@ def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
 
 
 def _largest(active: Active, tokens: Tokens, sized: list[tuple[tuple[int, int], Ints]]) -> Batch:
-    """Return the largest micro-batch: the one with most tokens, then most attention.
+    """Collate the largest micro-batch: the one with most tokens, then most attention.
 
     A plugin may pad all rows to one length, so the batches are compared.
     """
@@ -271,7 +271,7 @@ class Forecaster:
 
 
 def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
-    """Return the strategies for a cluster, first the one that communicates least."""
+    """The strategies that fit a cluster, first the one that communicates least."""
     if cluster.ranks == 1:
         return [SINGLE]
     if recipe.provides("quantized_base"):
@@ -281,7 +281,7 @@ def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
 
 
 def choose(forecasts: Sequence[Forecast]) -> Forecast | None:
-    """Return the first that fits: it communicates least."""
+    """The first that fits communicates least."""
     return next((forecast for forecast in forecasts if forecast.fits), None)
 
 
@@ -316,7 +316,7 @@ def suggest(
 def _smaller_micro_batch(
     forecaster: Forecaster, recipe: Recipe, cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the change to the largest smaller micro-batch that fits, or to the smallest."""
+    """The change to the largest smaller micro-batch that fits, or to the smallest."""
     key, size = recipe.micro_batch_size()
     changes: dict[str, Any] = {}
     while size > 1:
@@ -337,7 +337,7 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) -> Forecast | None:
-    """Return the chosen strategy, or the smallest where none fits; None if refused."""
+    """The chosen strategy, or the smallest where none fits; None if refused."""
     try:
         forecasts = forecaster.forecast(changes, cluster)
     except PlugsftError:

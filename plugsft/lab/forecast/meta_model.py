@@ -326,7 +326,7 @@ class MetaModel:
         )
 
     def _state_bytes(self) -> float:
-        """Return the bytes of the optimizer's states, from a step of one weight of each shape."""
+        """The bytes of the optimizer's states, from a step of one weight of each shape."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         with self._active.name_failing_plugin():
             optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)

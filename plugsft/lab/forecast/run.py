@@ -85,7 +85,7 @@ def plan(
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
-    """Return the machines and the GPUs of each from "8x8" or "16"."""
+    """The machines, and the GPUs of each: 8x8, or 16."""
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text.strip().lower())
     if match is None:
         raise PlugsftError(f"--gpus: '{text}'; write it as 8 or, machines x GPUs, as 4x8")
@@ -96,7 +96,7 @@ def parse_gpus(text: str) -> tuple[int, int]:
 
 
 def parse_memory(text: str) -> float:
-    """Return the bytes of "80GiB"."""
+    """The bytes of 80GiB: a number alone could be of either unit."""
     if re.fullmatch(r"[\d.]+", text.strip()):
         raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GiB")
     return parse_size(text, "--memory")
@@ -176,18 +176,18 @@ def show_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
 
 
 def total_of(forecast: Forecast, cluster: Cluster) -> float:
-    """Return the bytes of a rank, with those that hold no tensors."""
+    """The bytes of a rank, with those that hold no tensors."""
     return forecast.memory.total + cluster.reserved
 
 
 def describe(forecast: Forecast, cluster: Cluster) -> str:
-    """Return a line about one strategy."""
+    """Say in a line what one strategy needs."""
     fits = "fits" if forecast.fits else "too much"
     return f"{format_size(total_of(forecast, cluster))} with {forecast.strategy.name}, {fits}"
 
 
 def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
-    """Return the command that starts the run."""
+    """The command that starts the run."""
     if strategy is SINGLE:
         return f"plugsft {words}"
     nodes = f" --nodes {cluster.machines} --node N --host HOST" if cluster.machines > 1 else ""
@@ -196,7 +196,7 @@ def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
 
 
 def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:
-    """Return the assumptions and limits of the forecast."""
+    """The assumptions and limits of the forecast."""
     lines = []
     after = [each.strategy.name for each in forecasts if each.memory.activations < 1e6]
     if after:

@@ -92,7 +92,7 @@ class Cluster:
 
 
 def this_device() -> tuple[str, bool, float]:
-    """Return the name of this machine's GPU, or "CPU"; whether it is a GPU; its bytes."""
+    """The name of this machine's GPU, or "CPU"; whether it is a GPU; its bytes."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), True, torch.cuda.get_device_properties().total_memory
     return "CPU", False, look().memory
@@ -165,7 +165,7 @@ class Strategy:
 
 
 def peak_memory(strategy: Strategy, weights: Weights, trace: Trace, setting: Setting) -> Memory:
-    """Return the peak of a rank in a step after the first."""
+    """The peak of a rank in a step after the first, which makes the optimizer's states."""
     fixed = strategy.fixed(weights, setting)
     computed = trace.gradients / max(1, trace.gradients[-1])
     if setting.micro_batches > 1 or fixed.preallocated:
