@@ -299,13 +299,14 @@ def write_page(
     """Write the findings, and the rows that were shown, as one page."""
     sampled = sum(len(audit.sample.rows) for audit in audits)
     rows = format_count(sum(len(audit.rows) for audit in audits), "row")
-    parts = {
-        "name": escape(name),
-        "examined": f"{sampled:,} of {rows} examined",
-        "sources": "\n".join(map(_source, audits)),
-        "rows": "".join(map(_row, views)),
-    }
-    write_text(path, fill_page(SKELETON, **parts))
+    page = fill_page(
+        SKELETON,
+        name=escape(name),
+        examined=f"{sampled:,} of {rows} examined",
+        sources="\n".join(map(_source, audits)),
+        rows="".join(map(_row, views)),
+    )
+    write_text(path, page)
 
 
 def _source(audit: Audit) -> str:

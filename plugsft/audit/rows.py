@@ -132,8 +132,7 @@ def _whole_lengths(
     """The lengths of all examples; rows that were cut are prepared again, whole."""
     shard = sample.shard
     # A bad row may have been cut before its first trained token.
-    bad = (row for rows in shard.bad.values() for row in rows)
-    cut = {*shard.truncated, *shard.too_long, *bad}
+    cut = {*shard.truncated, *shard.too_long}.union(*shard.bad.values())
     if not cut:
         return sample.tokens.lengths
     again = [numbers for numbers in sample.ranges if cut.intersection(numbers)]
