@@ -172,8 +172,9 @@ def gpu_without_bfloat16(recipe: Recipe) -> str | None:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None  # no driver
-    gpus = re.findall(r"^(\d+)\.\d+, *(.+?) *$", answer.stdout, re.M)
-    return next((name for major, name in gpus if int(major) < 8), None)
+    # Compute capability 8 has it.
+    older = re.search(r"^[1-7]\.\d+, *(.+?) *$", answer.stdout, re.M)
+    return older[1] if older else None
 
 
 def check_data(

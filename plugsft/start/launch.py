@@ -112,11 +112,11 @@ def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
             raise LaunchError(f"--{name} {value}: give the number of machines too: --nodes 2")
     if options.nodes is None or options.nodes == 1:
         return layout
-    return replace(layout, **_nodes(options, options.nodes))
+    return _on_machines(layout, options, options.nodes)
 
 
-def _nodes(options: Options, nodes: int) -> dict[str, Any]:
-    """Read the machines of the options; refuse those that would wait for ever."""
+def _on_machines(layout: Layout, options: Options, nodes: int) -> Layout:
+    """Lay the ranks out on several machines; refuse options that would let them wait for ever."""
     last = nodes - 1
     if not options.host:
         raise LaunchError(
@@ -130,7 +130,7 @@ def _nodes(options: Options, nodes: int) -> dict[str, Any]:
     if options.node > last:
         raise LaunchError(f"--node {options.node}: with --nodes {nodes}, the last is --node {last}")
     port = options.port or PORT
-    return {"nodes": nodes, "node": options.node, "host": options.host, "port": port}
+    return replace(layout, nodes=nodes, node=options.node, host=options.host, port=port)
 
 
 def ensure_strategy(strategy: str) -> None:
@@ -185,9 +185,9 @@ def _text(value: object) -> str:
 def _execute(command: list[str]) -> NoReturn:
     """Print a command and run it in place of this process."""
     say(shlex.join(command))
-    program, *words = command
-    module = "plugsft.start.run_accelerate" if program == "accelerate" else program
-    arguments = words[1:] if program == "accelerate" else words
+    module, *arguments = command
+    if module == "accelerate":
+        module, arguments = "plugsft.start.run_accelerate", arguments[1:]
     sys.stdout.flush()
     command = [sys.executable, "-m", module, *arguments]
     os.execve(sys.executable, command, child_environment())

@@ -72,7 +72,8 @@ class _Allocation:
 
     size: int
     owner: int
-    watch: Any = field(repr=False)
+    watch: Any
+    """Tells when the memory is freed."""
 
     @property
     def counted(self) -> int:
