@@ -106,7 +106,7 @@ def inspected_source(audit: Audit) -> InspectedSource:
     sample = audit.sample
     return InspectedSource(
         audit.name,
-        len(audit.rows),
+        audit.total,
         len(sample.rows),
         sample.shard.examples,
         sample.shard.tokens,
