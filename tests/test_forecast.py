@@ -24,7 +24,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.lab.forecast.forecaster import Epoch, Forecast, Forecaster, read_epoch, suggest
 from plugsft.lab.forecast.meta_model import MetaModel
-from plugsft.lab.forecast.run import Options, cluster_of, notes
+from plugsft.lab.forecast.run import cluster_of, notes
 from plugsft.lab.forecast.strategies import (
     DDP,
     FSDP2,
@@ -321,15 +321,13 @@ def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe, forke
 
 
 def test_memory_alone_means_a_gpu_and_both_units_are_read():
-    def cluster(*, cpu=False, **options):
-        values = {"gpus": "", "memory": None, "gpu": None, "probe": False, **options}
-        return cluster_of(Options(**values), 1, 1, cpu)
+    def cluster(memory=None, gpu=None, here=False):
+        return cluster_of((1, 1), memory, gpu, here)
 
     if not torch.cuda.is_available():
         assert str(cluster(memory="24GB")) == "GPUs: 1 GPU, 22.4 GiB"
         assert str(cluster(memory="24GiB")) == "GPUs: 1 GPU, 24.0 GiB"
-        for where in ({"cpu": True}, {"probe": True}):
-            assert str(cluster(memory="24GiB", **where)) == "CPU: 1 rank on this machine, 24.0 GiB"
+        assert str(cluster(memory="24GiB", here=True)) == "CPU: 1 rank on this machine, 24.0 GiB"
         assert str(cluster()).startswith("CPU: 1 rank on this machine, ")
     assert str(cluster(gpu="h100", memory="40GiB")) == "GPUs: 1 H100, 40.0 GiB"
     assert str(cluster(gpu="h100")) == "GPUs: 1 H100, 74.5 GiB (80 GB on the data sheet)"
@@ -389,6 +387,16 @@ def test_stored_recomputed_and_offloaded_activations_are_counted_separately(reci
     said = notes(resolved, Cluster("H100", True, 80e9, 1, 8), forecasts)
     [line] = [line for line in said if "activation_offload" in line]
     assert re.search(r"of each rank's activations in host memory, [\d.]+ GiB a machine", line)
+
+
+def test_ranks_that_are_tried_later_are_forecast_as_if_they_were_asked_for(recipe, tmp_path):
+    """A forecast for one GPU has no weights cast to bfloat16; those for more have."""
+    loaded, active = registry.load(recipe, ["model.dtype=bfloat16"])
+    active.attach(DataDefaults(loaded.folder), BatchDefaults())
+    epoch, two = read_epoch(loaded, active, tmp_path), Cluster("H100", True, 80e9, 1, 2)
+    later, asked = (Forecaster(anchored(loaded), epoch, gpu=True) for _ in range(2))
+    later.forecast({}, Cluster("H100", True, 80e9, 1, 1))
+    assert later.forecast({}, two) == asked.forecast({}, two)
 
 
 @only_full

@@ -23,9 +23,8 @@ from tokenizers.models import WordLevel
 
 from plugsft import DataError, RecipeError
 from plugsft.api import PlugsftError
-from plugsft.audit.findings import special_tokens
-from plugsft.audit.rows import choose_ranges, histogram, quantiles
-from plugsft.audit.tokens import Piece, draw, make_visible
+from plugsft.audit.inspect_data import Piece, draw, make_visible
+from plugsft.audit.rows import choose_ranges, histogram, quantiles, special_tokens
 from plugsft.commands import data as inspection
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML

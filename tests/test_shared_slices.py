@@ -76,7 +76,7 @@ def noted(tmp_path):
 
 def claims(run):
     """The processes that have claimed slices, by the names of their claims."""
-    return {path.read_text() for path in run.glob("tokens/.*.parts-*/.data-*.claim")}
+    return {path.read_text() for path in run.glob("tokens/.*.parts-*/.slice.claim-data-*")}
 
 
 def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
@@ -128,12 +128,11 @@ def test_a_host_without_heartbeat_is_taken_over(many, tmp_path, monkeypatch):
     first = prepare_data(loaded, active, recipe).tokens.folder
     expected, home = content(first), tmp_path / "elsewhere/tokens"
     # What two hosts left: one has died, and the other died as it wrote its claim.
-    member = f".{first.name}.claim-elsewhere-7"
     shared = home / f".{first.name}.parts-shared"
     shared.mkdir(parents=True)
-    (home / member).write_text("elsewhere 7 0")
-    (shared / ".data-03-000000000000.claim").write_text(member)
-    (shared / ".data-05-000000000000.claim").touch()
+    (home / f".{first.name}.claim-elsewhere-7").write_text("elsewhere 7 0")
+    (shared / ".slice.claim-data-03-000000000000").write_text("elsewhere 7 0")
+    (shared / ".slice.claim-data-05-000000000000").touch()
     (shared / ".failed").write_text("rows of an earlier attempt")
     loaded, active = load(recipe, [f"output={tmp_path / 'elsewhere'}"])
     started = time.monotonic()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..audit.inspect_data import InspectedRow
     from ..audit.rows import Audit
-    from ..audit.tokens import InspectedRow
     from ..output.run_record import RunRecord
 
 

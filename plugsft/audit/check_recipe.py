@@ -3,33 +3,41 @@
 import os
 import re
 import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from rich.text import Text
 from safetensors import safe_open
 
-from ..base.console import format_count
-from ..base.errors import RecipeError, reason_of
-from ..base.machine import look
+from ..base.console import format_count, out
+from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
+from ..base.machine import Machine, look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import small_data
 from ..data.defaults import DataDefaults
-from ..data.prepare import TOKEN_HOOKS
-from ..data.sample import EstimatedColumns
-from ..model.config import check_context
+from ..data.prepare import TOKEN_HOOKS, open_data, open_named_tokens, summarize
+from ..data.sample import EstimatedColumns, make_work
+from ..data.slices import ShardWriter
+from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
+from ..model.checks import check_example_weights
+from ..model.config import check_context, check_ids
 from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
 from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
 from ..recipe.capabilities import Capability
-from ..recipe.tables import LOSSY, Model, Recipe, Train
+from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
 from ..start.train import warnings_of
-from .findings import Findings
-from .sources import check_data
+from .rows import audit
 
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 WARNING = "warning: "
 """A plugin's summary begins with it where the plugin is of no use."""
 STEPS = 8
@@ -38,19 +46,55 @@ MAX_PADDING = 0.5
 """Share of padding above which a warning is printed."""
 MAX_FEWER = 4
 """Factor by which packing may lower the number of steps without a warning."""
+ROWS = 100
+"""Rows of each source that are rendered and encoded."""
+NAMED = ("unused columns", "chats")
+"""Facts of an audit that are shown."""
+NOTHING = EstimatedColumns(np.ones(0, np.int64))
+
+
+class Findings:
+    """Print a line per subject, and collect problems until the end."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def line(self, mark: str, subject: str, text: str) -> None:
+        """Print a line: a subject is fine, may be a mistake, or fails."""
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))
+
+    ok = partialmethod(line, "ok")
+    warn = partialmethod(line, "warn")
+
+    @contextmanager
+    def about(self, subject: str) -> Iterator[None]:
+        """Collect errors of the body, so that the checks go on."""
+        try:
+            yield
+        except PlugsftError as error:
+            new = [line for line in str(error).splitlines() if line not in self.problems]
+            self.problems += new
+            if new:
+                text = "see the end" if len(new) == 1 else f"{len(new)} problems"
+                self.line("fail", subject, text)
 
 
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     """Print a line for each check; then raise all problems at once."""
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
-    with active.name_failing_plugin():
-        _check(recipe, active, path, ranks)
-
-
-def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
-    machine, train, findings = look(), recipe.train, Findings()
+    machine, findings = look(), Findings()
     if ranks:
         machine = replace(machine, world_size=ranks, local_size=ranks)
+    with active.name_failing_plugin():
+        _check(findings, recipe, active, path, machine)
+    if findings.problems:
+        raise RecipeError(findings.problems)
+
+
+def _check(
+    findings: Findings, recipe: Recipe, active: Active, path: Path, machine: Machine
+) -> None:
+    train = recipe.train
     findings.ok("recipe", f"{path}: all keys and values are valid")
     with findings.about("plugins"):
         registry.check(active, recipe, machine)
@@ -64,7 +108,10 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         with findings.about("model"):
             check_context(recipe)
             _ensure_whole_weights(recipe.model)
-            findings.ok("model", _describe(recipe))
+            new = recipe.model.scratch
+            name = f"new, at most {parameters(new):,} parameters" if new else recipe.model.path
+            limit = f"max_length {recipe.data.max_length:,} fits its context"
+            findings.ok("model", f"{name}; {limit}")
     if recipe.loses_small_steps:
         findings.warn("model", LOSSY)
     if recipe.model.dtype == "bfloat16" and (name := gpu_without_bfloat16(recipe)):
@@ -79,8 +126,8 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     for warning in warnings_of(recipe, machine.world_size):
         findings.warn("recipe", warning)
     steps = train.steps or 100
-    with findings.about("steps"):
-        if len(examples["lengths"]):
+    if len(examples["lengths"]):
+        with findings.about("steps"):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
         check_schedule(train)
@@ -95,8 +142,6 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         # The oldest checkpoint is removed once a new one is complete.
         kept = min(written, recipe.checkpoint.keep + 1)
         findings.ok("disk", ensure_room(recipe, active, True, kept, tokens))
-    if findings.problems:
-        raise RecipeError(findings.problems)
 
 
 def _ensure_whole_weights(model: Model) -> None:
@@ -109,8 +154,7 @@ def _ensure_whole_weights(model: Model) -> None:
         raise RecipeError(f"model.path: '{folder}' holds no weights (*.safetensors)")
     for file in files:
         try:
-            with safe_open(file, framework="np"):
-                pass
+            safe_open(file, framework="np")
         except Exception as error:  # safetensors raises its own errors and the system's
             raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
 
@@ -122,20 +166,124 @@ def gpu_without_bfloat16(recipe: Recipe) -> str | None:
         return None
     # Importing torch to ask it would take seconds.
     command = ["nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader"]
-    command += [f"--id={visible}"] if visible else []  # it shows hidden ones, too
+    if visible:
+        command.append(f"--id={visible}")  # it shows hidden ones, too
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None  # no driver
-    gpus = re.findall(r"^(\d+)\.\d+, *(.+?) *$", answer.stdout, re.M)
-    return next((name for major, name in gpus if int(major) < 8), None)
+    # Compute capability 8 has it.
+    older = re.search(r"^[1-7]\.\d+, *(.+?) *$", answer.stdout, re.M)
+    return older[1] if older else None
+
+
+def check_data(
+    findings: Findings, recipe: Recipe, active: Active, wrong: Mapping[str, str]
+) -> tuple[EstimatedColumns, float]:
+    """Check the sources; estimate the examples of an epoch, and the tokens to be written."""
+    model, sources = recipe.model, recipe.data.all_sources()
+    needed = {recipe.data.tokens, model.template_file, model.tokenizer or model.path}
+    if wrong.keys() & {*needed, *(source.source for source in sources)}:
+        return NOTHING, 0.0
+    if recipe.data.tokens:
+        return _prepared(findings, recipe, active), 0.0
+    parts, tokens, work = list[EstimatedColumns](), 0.0, None
+    with TemporaryDirectory(prefix="plugsft-check-") as folder:
+        with findings.about("data"):
+            opened = _open(findings, "data", sources)
+            ensure_columns(recipe.data, opened)
+            with findings.about("tokenizer"):
+                work = make_work(recipe, active, opened, Path(folder), ROWS)
+                findings.ok("tokenizer", _tokenizer(model, work))
+        if work is None:
+            return NOTHING, 0.0
+        for number, source in enumerate(sources):
+            with findings.about("rows"):
+                parts.append(_rows(findings, recipe, active, work, opened, number))
+                tokens += parts[-1]["lengths"].sum() / source.weight
+        if recipe.eval is not None and recipe.eval.source not in wrong:
+            with findings.about("eval"):
+                work.sources = [recipe.eval_source()]
+                rows = _open(findings, "eval", work.sources)
+                if any(share_rows(rows[0].facts, source.facts) for source in opened):
+                    findings.warn("eval", ROWS_NOT_HELD_OUT)
+                with findings.about("rows"):
+                    tokens += _rows(findings, recipe, active, work, rows, 0)["lengths"].sum()
+    if len(parts) < len(sources):
+        return NOTHING, tokens
+    names = {name for part in parts for name in part}
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    return EstimatedColumns(columns["lengths"], columns), tokens
+
+
+def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedColumns:
+    """Check the tokens that the recipe names; return an epoch's examples."""
+    with findings.about("data"):
+        tokens = open_named_tokens(recipe, open_data(recipe, active), active)
+        check_ids(recipe, tokens.facts["largest_id"])
+        findings.ok("data", summarize(tokens.facts, "already prepared"))
+        order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
+        columns = {name: values[order] for name, values in tokens.plan_columns().items()}
+        return EstimatedColumns(tokens.lengths[order], columns)
+    return NOTHING
+
+
+def _open(findings: Findings, subject: str, sources: list[Source]) -> list[OpenSource]:
+    opened = []
+    for source in sources:
+        opened.append(open_source(source, f"{subject}.source"))
+        rows = format_count(len(opened[-1]), "row")
+        findings.ok(subject, f"{source.source} ({source.split}): {rows}")
+    return opened
+
+
+def _tokenizer(model: Model, work: ShardWriter) -> str:
+    where = model.tokenizer or model.path
+    if where is None:
+        return "trained on the data, or read from the cache; with a ChatML template"
+    template = "with" if work.tokenizer.chat_template else "without"
+    return f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
+
+
+def _rows(
+    findings: Findings,
+    recipe: Recipe,
+    active: Active,
+    work: ShardWriter,
+    opened: list[OpenSource],
+    number: int,
+) -> EstimatedColumns:
+    """Audit the first rows of a source; estimate the examples of all."""
+    first = [range(len(opened[number]))[:ROWS]]
+    result = audit(work, opened, number, active, recipe.data, first)
+    sample, shard = result.sample, result.sample.shard
+    for warning in result.warnings:
+        findings.warn("rows", f"{result.name}: {warning}")
+    check_ids(recipe, shard.largest)
+    check_example_weights(recipe, active, sample.tokens)
+    if result.errors:
+        raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
+    findings.ok(
+        "rows",
+        f"{result.name}: {result.extent}: {shard.examples:,} examples with "
+        f"{shard.tokens / shard.examples:,.0f} tokens each, "
+        f"{shard.trained / shard.tokens:.0%} of them trained on",
+    )
+    for label, text in result.facts:
+        if label in NAMED:
+            findings.ok("rows", f"{result.name}: {label}: {text}")
+    # The examples of the sample in their order, and from the start again.
+    of_all = work.sources[number].weight * len(opened[number]) / len(sample.rows)
+    count, tokens = round(shard.examples * of_all), sample.tokens
+    columns = {name: np.resize(of, count) for name, of in tokens.plan_columns().items()}
+    return EstimatedColumns(np.resize(tokens.lengths, count), columns)
 
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
     """Describe how a global batch is divided among the ranks."""
-    word = "rank" if ranks == 1 else "ranks"
+    count = format_count(ranks, "rank")
     if planners := active.having("plan_batches"):
-        findings.ok("ranks", f"{ranks} {word}; batches are planned by {' and '.join(planners)}")
+        findings.ok("ranks", f"{count}; batches are planned by {' and '.join(planners)}")
         return
     size, micro = train.batch_size, train.micro_batch
     steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
@@ -151,7 +299,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
         return
     full = "" if size % (ranks * micro) == 0 else ", not all of them full"
     share = f"{steps} x {min(micro, size)} on each{full}"
-    findings.ok("ranks", f"{ranks} {word}, a global batch of {size} examples: {share}")
+    findings.ok("ranks", f"{count}, a global batch of {size} examples: {share}")
 
 
 def _steps(
@@ -195,13 +343,6 @@ def _output(findings: Findings, recipe: Recipe) -> None:
         findings.ok("output", recipe.output)
 
 
-def _describe(recipe: Recipe) -> str:
-    limit = f"max_length {recipe.data.max_length:,} fits its context"
-    if recipe.model.scratch:
-        return f"new, at most {parameters(recipe.model.scratch):,} parameters; {limit}"
-    return f"{recipe.model.path}; {limit}"
-
-
 def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints) -> None:
     """Describe the size of a step; warn of likely mistakes."""
     steps, examples, size = layouts[:STEPS], len(lengths), recipe.train.batch_size
@@ -212,23 +353,22 @@ def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints
         f"about {tokens / len(steps):,.0f} tokens a step, in {per_rank:,.1f} micro-batches a rank; "
         f"{tokens / len(micro_batches):,.0f} tokens in a micro-batch"
     )
-    if recipe.provides("packed_rows"):
+    padding = 0.0
+    if packs := recipe.provides("packed_rows"):
         key, capacity = recipe.micro_batch_size()
-        findings.ok("batches", f"{text}, at most {capacity:,} ({key})")
-        if len(layouts) * MAX_FEWER * size <= examples:
-            findings.warn(
-                "batches",
-                f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
-                f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
-                f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
-                "to take as many steps as before",
-            )
-        return
-    if recipe.provides("preference_pairs"):  # only the sum of a pair's lengths is known here
-        findings.ok("batches", text)
-        return
-    padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
-    findings.ok("batches", f"{text}, padding {padding:.0%}")
+        text += f", at most {capacity:,} ({key})"
+    elif not recipe.provides("preference_pairs"):  # only the sum of a pair's lengths is known here
+        padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
+        text += f", padding {padding:.0%}"
+    findings.ok("batches", text)
+    if packs and len(layouts) * MAX_FEWER * size <= examples:
+        findings.warn(
+            "batches",
+            f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
+            f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
+            f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
+            "to take as many steps as before",
+        )
     if padding > MAX_PADDING:
         findings.warn(
             "batches",

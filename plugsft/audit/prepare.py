@@ -1,20 +1,19 @@
 """`plugsft prepare`: tokens on disk, before training.
 
 Several of them, on one or on several hosts, prepare the slices of one data set. Each process is a
-member: it has a claim to the whole folder, with a heartbeat. A member claims a slice by a file that
-holds the name of its own claim, and that only one process can create. The slices of a member that
-has died are free for the others. When all shards are there, one process publishes them.
+member: it has a claim to the whole folder. Whoever tokenizes a slice has a claim to it meanwhile.
+Only one process can create a claim, and it beats: that of a dead process counts for nothing, and
+its slice is free for the others. When all shards are there, one process publishes them.
 """
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
-from ..base.build_once import BUILDER, Claim, Claims, build_folders, take_over, text_of
+from ..base.build_once import BUILDER, Claims, build_folders, take_over
 from ..base.console import format_count, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
@@ -41,40 +40,27 @@ COUNT_SECONDS = 2.0
 class SharedShardWriter(ShardWriter):
     """Writes the shards of slices that no other member has claimed."""
 
-    member: str = ""
-    """Name of this member's claim."""
+    members: Claims = field(kw_only=True)
     num_slices: int = 0
     _counted: tuple[float, str] = (0.0, "")
 
     def tokenize(self, part: Slice) -> Shard:
-        """Write a slice as one shard; return an empty shard for another member's slice."""
+        """Write a slice as one shard; an empty shard stands for another member's slice."""
         failed = self.folder / FAILED
         if failed.exists():
             raise DataError(failed.read_text())
-        claim, others = self.claim_path(part), Shard("", rows=part.stop - part.start)
-        if self.path(part).with_suffix(".json").exists():
-            return others
-        try:
-            with claim.open("x") as file:
-                file.write(self.member)
-        except FileExistsError:
-            # A plugin may run a slice again after it has lost a worker.
-            if text_of(claim) != self.member:
-                return others
-        return super().tokenize(part)
-
-    def claim_path(self, part: Slice) -> Path:
-        """The file that only one process can create."""
         path = self.path(part)
-        return path.with_name(f".{path.stem}.claim")
+        with slice_claims(self.folder).hold(path.stem) as claim:
+            if claim is None or path.with_suffix(".json").exists():
+                return Shard("", rows=part.stop - part.start)
+            return super().tokenize(part)
 
     def team(self) -> str:
         """Say how many slices are finished, and by how many hosts."""
         counted, text = self._counted
         if time.monotonic() - counted > COUNT_SECONDS:
             finished = len([*self.folder.glob("data-*.json")])
-            name, _, _ = self.member.rpartition(".claim-")
-            members = self.folder.parent.glob(f"{name}.claim-*-*")
+            members = self.folder.parent.glob(self.members.path("*-*").name)
             hosts = {path.name.rpartition("-")[0] for path in members}
             by = format_count(len(hosts), "host")
             text = f"{finished:,} of {format_count(self.num_slices, 'slice')} by {by}, "
@@ -87,31 +73,40 @@ def share_slices(
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
     slices, claims = work.cut(sources), Claims(folder)
+    shared = folder.with_name(f".{folder.name}.parts-shared")
+    name = f"{HOST_ID}-{os.getpid()}"
     try:
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _join(claims) as member:
-                if member is not None and not is_complete(folder):
-                    _share_as(member, slices, work, claims)
+            claims.path(name).unlink(missing_ok=True)  # of a dead process that had our number
+            with claims.hold(name) as member:
+                # A process that builds or publishes the folder does so alone.
+                alone = claims.path(BUILDER) in claims.living()
+                if member and not alone and not is_complete(folder):
+                    _share_in(shared, slices, work, claims)
     except Exception:
         # The last member to leave sees no other.
         if not claims.living():
-            remove(_shared_folder(folder))
+            remove(shared)
         raise
 
 
-def _share_as(member: Claim, slices: list[Slice], work: ShardWriter, claims: Claims) -> None:
-    """Prepare slices as a member; tell the others about bad rows."""
-    shared = _shared_folder(claims.folder)
-    folders = build_folders(claims.folder)
+def slice_claims(shared: Path) -> Claims:
+    """The claims to slices, each by the process that tokenizes it just now."""
+    return Claims(shared / "slice")
+
+
+def _share_in(shared: Path, slices: list[Slice], work: ShardWriter, members: Claims) -> None:
+    """Prepare slices in the shared folder; tell the other members about bad rows."""
+    folders = build_folders(members.folder)
     if shared not in folders:
         take_over(folders, shared)
     values = {each.name: getattr(work, each.name) for each in fields(work)}
-    values |= {"folder": shared, "member": member.path.name, "num_slices": len(slices)}
+    values |= {"folder": shared, "members": members, "num_slices": len(slices)}
     try:
         # An earlier failure; if its cause is still there, we find it too.
         (shared / FAILED).unlink(missing_ok=True)
-        _prepare_slices(slices, SharedShardWriter(**values), claims)
+        _prepare_slices(slices, SharedShardWriter(**values))
     except Exception as error:
         if not shared.exists():
             return  # another process took it over, and publishes it
@@ -120,27 +115,16 @@ def _share_as(member: Claim, slices: list[Slice], work: ShardWriter, claims: Cla
         raise
 
 
-@contextmanager
-def _join(claims: Claims) -> Iterator[Claim | None]:
-    """Become a member; yield None while a process builds or publishes the folder alone."""
-    name = f"{HOST_ID}-{os.getpid()}"
-    claims.path(name).unlink(missing_ok=True)  # of a dead process that had our number
-    with claims.hold(name) as member:
-        yield None if claims.path(BUILDER) in claims.living() else member
-
-
-def _shared_folder(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.parts-shared")
-
-
-def _prepare_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -> None:
+def _prepare_slices(slices: list[Slice], work: SharedShardWriter) -> None:
     """Prepare free slices until all are finished; say how many this process prepared."""
     before = len(slices) - len(_unfinished(slices, work))
     if before:
         say(f"data: continuing after {before:,} of {len(slices):,} slices")
-    done = 0
+    done, claims = 0, slice_claims(work.folder)
     while unfinished := _unfinished(slices, work):
-        if free := _free_slices(unfinished, work, claims):
+        taken = claims.living()
+        free = [part for part in unfinished if claims.path(work.path(part).stem) not in taken]
+        if free:
             shards = work.hooks.tokenize(slices=free, work=work)
             done += sum(bool(shard.file) for shard in shards)
         else:
@@ -155,27 +139,6 @@ def _unfinished(slices: list[Slice], work: SharedShardWriter) -> list[Slice]:
     if FAILED in files:
         raise DataError((work.folder / FAILED).read_text())
     return [part for part in slices if work.path(part).with_suffix(".json").name not in files]
-
-
-def _free_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims) -> list[Slice]:
-    """The slices that no living member has claimed."""
-    claimed = {path.name for path in work.folder.glob(".*.claim")}
-    paths = {part: work.claim_path(part) for part in slices}
-    # Read before we look who is alive: a member joins before it claims.
-    owners = {part: text_of(path) if path.name in claimed else None for part, path in paths.items()}
-    living = {path.name for path in claims.living()}
-    free = []
-    for part, owner in owners.items():
-        # A claim without text was created just now, or its owner died at that moment.
-        alive = claims.seems_alive(paths[part]) if owner == "" else owner in living
-        if owner not in (None, work.member):
-            if alive:
-                continue
-            # If two members do so at the same moment, both make the slice: the bytes are the same.
-            if text_of(paths[part]) == owner:
-                paths[part].unlink(missing_ok=True)
-        free.append(part)
-    return free
 
 
 def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:

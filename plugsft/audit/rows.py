@@ -1,9 +1,11 @@
 """Measure a sample of a source, and find rows that would make training wrong."""
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import xxhash
@@ -13,17 +15,16 @@ from ..base.console import format_count
 from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
-from ..data.formats import BadRow
+from ..data.formats import TEXTS, BadRow, format_of, read_chat
 from ..data.jsonl import name_rows
 from ..data.prepare import describe_unrolled
+from ..data.render import renamed
 from ..data.sample import Sample, sample_ranges
-from ..data.slices import ShardWriter
-from ..data.sources import OpenSource
+from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ..data.sources import OpenSource, read_lead_row
 from ..data.turns import ASK
 from ..recipe.tables import Data
 from ..registry.active import Active
-from ..tokens.store import Tokens
-from .findings import judge_chats, judge_rows
 
 SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""
@@ -33,9 +34,6 @@ QUANTILES = {"median": 50, "95th percentile": 95, "99th percentile": 99, "longes
 BINS = 12
 UNLIMITED = 2**31 - 1
 
-Example = tuple[int, NDArray[np.int32], NDArray[np.bool_]]
-"""A row's number, its tokens, and which of them are trained."""
-
 
 @dataclass
 class Audit:
@@ -44,7 +42,6 @@ class Audit:
     name: str
     rows: Rows
     """All rows of the source."""
-    max_length: int
     sample: Sample
     lengths: Ints
     """Tokens of every example, before long ones are cut or dropped."""
@@ -53,6 +50,14 @@ class Audit:
     errors: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
     warnings: list[str] = field(default_factory=list)
+
+    def fail(self, numbers: Iterable[int], text: str) -> None:
+        """Note rows that would make training wrong."""
+        self.errors.append(f"{name_rows([*numbers], self.rows)}: {text}")
+
+    def warn(self, numbers: Iterable[int], text: str) -> None:
+        """Note rows that may be a mistake."""
+        self.warnings.append(f"{name_rows([*numbers], self.rows)}: {text}")
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -64,10 +69,6 @@ class Audit:
     def total(self) -> int:
         """Rows of the source."""
         return len(self.rows)
-
-    def name_rows(self, numbers: Sequence[int]) -> str:
-        """Name rows of the source."""
-        return name_rows(numbers, self.rows)
 
     @property
     def extent(self) -> str:
@@ -91,19 +92,17 @@ def audit(
     sample = sample_ranges(work, opened, source, ranges)
     lengths = _whole_lengths(work, opened, source, sample)
     rows = opened[source].part(0, len(opened[source]))
-    result = Audit(work.sources[source].source, rows, work.data.max_length, sample, lengths)
+    result = Audit(work.sources[source].source, rows, sample, lengths)
     if sample.shard.examples:
-        _measure(result)
-        _judge_tokens(result, work)
+        result.facts += _measure(sample, lengths, data.max_length)
+        _judge_examples(result, work)
     if sample.shard.unread:
-        result.facts += [("unused columns", ", ".join(sample.shard.unread))]
+        result.facts.append(("unused columns", ", ".join(sample.shard.unread)))
     if sample.shard.unrolled:
-        result.facts += [("chats", describe_unrolled(sample.shard.unrolled))]
-    warnings = judge_chats(sample, work, opened[source], active)
-    over = int((lengths - data.max_length).clip(0).sum())
-    errors, more = judge_rows(sample, rows, data, over)
-    result.errors += errors
-    result.warnings += [*warnings, *more]
+        result.facts.append(("chats", describe_unrolled(sample.shard.unrolled)))
+    if not active.having("render"):
+        _judge_chats(result, work, opened[source])
+    _judge_rows(result, data)
     return result
 
 
@@ -138,8 +137,7 @@ def _whole_lengths(
     """The lengths of all examples; rows that were cut are prepared again, whole."""
     shard = sample.shard
     # A bad row may have been cut before its first trained token.
-    bad = (row for rows in shard.bad.values() for row in rows)
-    cut = {*shard.truncated, *shard.too_long, *bad}
+    cut = {*shard.truncated, *shard.too_long}.union(*shard.bad.values())
     if not cut:
         return sample.tokens.lengths
     again = [numbers for numbers in sample.ranges if cut.intersection(numbers)]
@@ -149,68 +147,65 @@ def _whole_lengths(
     return np.concatenate([sample.tokens.lengths[others], whole.lengths])
 
 
-def _examples(tokens: Tokens) -> Iterator[Example]:
-    for number, row in enumerate(tokens.rows.tolist()):
-        yield row, *tokens.example(number)
-
-
-def _measure(result: Audit) -> None:
-    """Add facts about lengths, trained tokens and duplicates."""
-    shard, tokens, facts = result.sample.shard, result.sample.tokens, result.facts
-    points = ", ".join(f"{name} {length:,}" for name, length in quantiles(result.lengths).items())
-    facts.append(("lengths", f"{points}; max_length {result.max_length:,}"))
+def _measure(sample: Sample, lengths: Ints, max_length: int) -> list[tuple[str, str]]:
+    """Facts about lengths and trained tokens."""
+    shard, tokens = sample.shard, sample.tokens
+    points = ", ".join(f"{name} {length:,}" for name, length in quantiles(lengths).items())
     shares = tokens.targets / tokens.lengths
     trained = (
         f"{shard.trained:,} of {shard.tokens:,} tokens ({shard.trained / shard.tokens:.0%}); of "
         f"an example {shares.min():.0%} to {shares.max():.0%}, median {np.median(shares):.0%}"
     )
-    facts += [("trained", trained), ("mask", shard.mask)]
-    first_row: dict[bytes, int] = {}
-    repeats = {}
-    for row, ids, _ in _examples(tokens):
+    return [
+        ("lengths", f"{points}; max_length {max_length:,}"),
+        ("trained", trained),
+        ("mask", shard.mask),
+    ]
+
+
+def _judge_examples(result: Audit, work: ShardWriter) -> None:
+    """Find examples that repeat others, roles that are trained, and ends that are not."""
+    tokens, cut = result.sample.tokens, {*result.sample.shard.truncated}
+    spellings: list[bytes] = work.tokenizer.token_bytes.to_pylist()
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    header, first_row = _header(work).rstrip(), dict[bytes, int]()
+    covered, repeats, trained = list[int](), dict[int, int](), set[int]()
+    ends: dict[int, list[int]] = defaultdict(list)
+    """The last token, -1 if it is not special -> rows."""
+    for number, row in enumerate(tokens.rows.tolist()):
+        ids, mask = tokens.example(number)
+        trained.update(ids[mask].tolist())
         earlier = first_row.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
         if earlier != row:
             repeats[row] = earlier
-    if repeats:
-        row, earlier = next(iter(repeats.items()))
-        result.warnings.append(
-            f"{result.name_rows([*repeats])}: the same tokens as an earlier row "
-            f"({result.name_rows([row])} repeats {result.name_rows([earlier])})"
-        )
-
-
-def _judge_tokens(result: Audit, work: ShardWriter) -> None:
-    """Find roles that are trained, and end-of-turn tokens that are not."""
-    tokens, cut = result.sample.tokens, {*result.sample.shard.truncated}
-    spellings: list[bytes] = work.tokenizer.token_bytes.to_pylist()
-    header = _header(work).rstrip()
-    covered = [
-        row
-        for row, ids, mask in _examples(tokens)
-        if header and _covers(header.encode(), spellings, ids, mask)
-    ]
-    if covered:
-        result.errors.append(
-            f"{result.name_rows(covered)}: the mask covers the role '{header}', which the model "
-            "never has to write; let the {% generation %} block of the chat template begin after it"
-        )
-    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    ends: dict[int, list[int]] = defaultdict(list)
-    for row, ids, _ in _examples(tokens):
+        if header and _covers(header.encode(), spellings, ids, mask):
+            covered.append(row)
         if row not in cut:
             last = next((n for n in ids[::-1].tolist() if spellings[n].strip()), -1)
             ends[last if last in added else -1].append(row)
+
+    for row, earlier in [*repeats.items()][:1]:
+        first, again = (name_rows([number], result.rows) for number in (earlier, row))
+        result.warn(repeats, f"the same tokens as an earlier row ({again} repeats {first})")
+    if covered:
+        result.fail(
+            covered,
+            f"the mask covers the role '{header}', which the model never has to write; let the "
+            "{% generation %} block of the chat template begin after it",
+        )
     end, rows = max(ends.items(), key=lambda item: len(item[1]), default=(-1, []))
     if rows and end == -1:
-        result.warnings.append(
-            f"{result.name_rows(rows)}: no special token ends the example, so the model would not "
-            "learn to stop; let the chat template write one, or give the tokenizer an eos_token"
+        result.warn(
+            rows,
+            "no special token ends the example, so the model would not learn to stop; let the "
+            "chat template write one, or give the tokenizer an eos_token",
         )
-    elif rows and not any(((ids == end) & mask).any() for _, ids, mask in _examples(tokens)):
-        result.errors.append(
-            f"{result.name_rows(rows)}: '{spellings[end].decode()}' ends the example and is never "
-            "trained, so the model would not learn to stop; let the {% generation %} block of the "
-            "chat template end after it"
+    elif rows and end not in trained:
+        result.fail(
+            rows,
+            f"'{spellings[end].decode()}' ends the example and is never trained, so the model "
+            "would not learn to stop; let the {% generation %} block of the chat template end "
+            "after it",
         )
 
 
@@ -236,3 +231,61 @@ def _covers(
         if b"".join(spellings[token] for token in span).startswith(header):
             return True
     return False
+
+
+def _judge_rows(result: Audit, data: Data) -> None:
+    """Name the rows that stop the run, and those that are dropped, cut or unusual."""
+    shard, long = result.sample.shard, f"longer than data.max_length = {data.max_length:,}"
+    bad = sorted(shard.bad.items(), key=lambda item: item[1])
+    if not shard.examples:
+        reasons = [f"{name_rows(numbers, result.rows)}: {reason}" for reason, numbers in bad]
+        why, cure = "; ".join(reasons) or f"all are {long}", cure_bad(shard.bad, drop=False)
+        result.errors.append(f"no row has a token to train on: {why}{cure}")
+        return
+    result.warnings += describe_warnings(shard.warnings, result.rows)
+    found = list[tuple[list[int], str, str, str, str]]()
+    for reason, numbers in bad:
+        found.append((numbers, reason, data.on_bad_row, cure_bad({reason: numbers}), "dropped"))
+    over = int((result.lengths - data.max_length).clip(0).sum())
+    found.append((shard.too_long, long, data.too_long, CURE_LONG, "dropped"))
+    found.append((shard.truncated, long, data.too_long, CURE_LONG, f"cut by {over:,} tokens"))
+    for numbers, reason, setting, cure, fate in found:
+        if numbers and setting == "error":
+            result.fail(numbers, reason + cure)
+        elif numbers:
+            result.warn(numbers, f"{reason}; {fate}")
+
+
+def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
+    """Warn of words that a template leaves out, and of special tokens among them."""
+    kind = format_of(read_lead_row(opened, work.data))
+    if kind is None or kind in TEXTS:
+        return
+    special, chat = special_tokens(work), Chat(work.tokenizer, work.data)
+    found: dict[str, list[int]] = defaultdict(list)
+    read = (opened.read(numbers.start, numbers.stop) for numbers in result.sample.ranges)
+    for number, row in zip(result.sample.rows, chain.from_iterable(read), strict=True):
+        if not isinstance(row, dict):
+            continue
+        try:
+            conversation = read_chat(kind, renamed(row, work.data))
+            text = "\n".join(text for text, _ in chat.render(conversation).texts)
+        except BadRow:
+            continue
+        for message in conversation.messages:
+            content = message["content"]
+            if content.strip() not in text:
+                found[f"the chat template drops words of the {message['role']}"].append(number)
+            for token in special.findall(content):
+                reads = f"the text contains '{token}', which the model reads as a control token"
+                found[reads].append(number)
+    for warning, numbers in found.items():
+        result.warn(numbers, warning)
+
+
+def special_tokens(work: ShardWriter) -> re.Pattern[str]:
+    """Finds the special tokens in a text: a row may spell one by mistake."""
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return re.compile(
+        "|".join(re.escape(token.content) for token in added if token.special) or "$^"
+    )

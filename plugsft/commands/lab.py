@@ -135,4 +135,4 @@ def plan(
     from ..lab.forecast import run as forecast
 
     words = same_words(recipe, overrides, without)
-    forecast.plan(loaded, active, words, forecast.Options(gpus, memory, gpu, probe))
+    forecast.plan(loaded, active, words, gpus, memory, gpu, probe)

@@ -30,6 +30,14 @@ from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ran
 JSON = "bench.json"
 SILENT = ("check", "summary", "record")
 """Notices outside of steps."""
+METRICS = {
+    "seconds": "step_seconds",
+    "tokens": "tokens",
+    "trained": "trained_tokens",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+}
+"""Name in the report -> metric of a step."""
 READS, LEARNS = "it renders the rows", "it computes the loss"
 BOTH = "it changes both rows and steps; bench a recipe without it"
 NO_STEP = "it affects no step"
@@ -42,27 +50,12 @@ class Contenders:
     optional: list[str]
     kept: dict[str, str]
     """Plugin -> reason why it is always on."""
-    requires: dict[str, list[str]]
-    """Optional plugin -> itself and the plugins that it requires."""
     measured: list[str]
-
-    @property
-    def contenders(self) -> dict[str, list[str]]:
-        """Name -> active optional plugins."""
-        return {
-            BASELINE: [],
-            ALL: self.optional,
-            **{alone(name): self.requires[name] for name in self.measured},
-            **{
-                name_without(name): [
-                    other for other in self.optional if name not in self.requires[other]
-                ]
-                for name in self.measured
-            },
-        }
+    contenders: dict[str, list[str]]
+    """Name -> active optional plugins."""
 
     def trials(self) -> dict[str, list[str]]:
-        """Return the trials of all contenders: key of the active plugins -> plugins left out."""
+        """The trials of all contenders: key of the active plugins -> plugins left out."""
         return {
             key(on): [name for name in self.optional if name not in on]
             for on in self.contenders.values()
@@ -76,12 +69,8 @@ def key(on: Sequence[str]) -> str:
 
 def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
     """Choose the optional plugins to measure, and the contenders."""
-    left_out = {*LEFT_OUT_ALWAYS}
-    available = [
-        name
-        for name, plugin in active.plugins.items()
-        if not left_out & {*contract_of(plugin).provides}
-    ]
+    left_out, plugins = {*LEFT_OUT_ALWAYS}, active.plugins.items()
+    available = [name for name, one in plugins if not left_out & {*contract_of(one).provides}]
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
             if name not in available:
@@ -97,27 +86,30 @@ def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) 
         raise RecipeError(wrong)
     if not optional:
         raise RecipeError("plugins: none to measure; add a table [plugins.NAME]")
-    return Contenders(
-        optional,
-        kept,
-        {name: _with_required(active, name, optional) for name in optional},
-        measured=[name for name in optional if name in only] or optional,
-    )
+    measured = [name for name in optional if name in only] or optional
+    contenders: dict[str, list[str]] = {BASELINE: [], ALL: optional}
+    requires = {name: _with_required(active, name, optional) for name in optional}
+    for name in measured:
+        contenders[alone(name)] = requires[name]
+    for name in measured:
+        rest = [other for other in optional if name not in requires[other]]
+        contenders[name_without(name)] = rest
+    return Contenders(optional, kept, measured, contenders)
 
 
 def _needed(active: Active, name: str) -> str:
-    """Return why a plugin must stay on, or an empty string."""
-    marks = {hook: hook_mark(type(active.plugins[name]), hook) for hook in ("render", "step")}
-    answers = [hook for hook, mark in marks.items() if mark and not mark["wrapper"]]
-    if answers:
-        return READS if "render" in answers else LEARNS
+    """Say why a plugin must stay on; an empty string if it need not."""
+    render, step = (hook_mark(type(active.plugins[name]), hook) for hook in ("render", "step"))
+    for mark, reason in ((render, READS), (step, LEARNS)):
+        if mark and not mark["wrapper"]:
+            return reason
     if not active.implements(name, [hook for hook in SPECS if hook not in (*DATA, *SILENT)]):
         return NO_STEP
-    return BOTH if marks["render"] else ""
+    return BOTH if render else ""
 
 
 def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]:
-    """Return the plugins of `among` that a plugin requires, directly or not, and itself."""
+    """The plugins of `among` that a plugin requires, directly or not, and itself."""
     required = [name]
     for plugin in required:
         requires = contract_of(active.plugins[plugin]).requires
@@ -152,7 +144,20 @@ def bench(
                 f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
     file = (folder or Path(f"{recipe.folder}-bench")) / JSON
-    running = BenchRun(contenders, instead, file, new_report(path, recipe, contenders, settings))
+    report = {
+        **head(),
+        "status": "running",
+        "name": path.stem,
+        "recipe": recipe.model_dump(exclude_none=True, exclude={"output"}),
+        "settings": settings,
+        "measured": contenders.measured,
+        "kept": contenders.kept,
+        "contenders": {
+            name: {"on": on, "rounds": key(on)} for name, on in contenders.contenders.items()
+        },
+        "rounds": [],
+    }
+    running = BenchRun(contenders, instead, file, report)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
         raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
     if file.exists() and not overwrite:
@@ -170,25 +175,6 @@ def bench(
     running.write("complete")
     print_table(Bench(running.report).table())
     say(f"figures: {file}")
-
-
-def new_report(
-    path: Path, recipe: Recipe, contenders: Contenders, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a report without measurements."""
-    return {
-        **head(),
-        "status": "running",
-        "name": path.stem,
-        "recipe": recipe.model_dump(exclude_none=True, exclude={"output"}),
-        "settings": settings,
-        "measured": contenders.measured,
-        "kept": contenders.kept,
-        "contenders": {
-            name: {"on": on, "rounds": key(on)} for name, on in contenders.contenders.items()
-        },
-        "rounds": [],
-    }
 
 
 @dataclass
@@ -217,8 +203,10 @@ class BenchRun:
             def run(name: str) -> Figures | None:
                 if name in failed:
                     return None
-                left_out = trials[name]
-                figures = read_figures(runner.run(self.changes(left_out), self.steps, left_out))
+                left_out, changes = trials[name], dict[str, Any]()
+                for plugin in left_out:
+                    changes |= self.instead.get(plugin, {})
+                figures = read_figures(runner.run(changes, self.steps, left_out))
                 advance(1, name)
                 if figures["error"]:
                     error = figures["error"].splitlines()[-1]
@@ -237,11 +225,6 @@ class BenchRun:
                 )
                 self.write("running")
 
-    def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
-        """Return the changes from --instead for plugins that are left out."""
-        changes = [self.instead.get(name, {}) for name in left_out]
-        return {key: value for each in changes for key, value in each.items()}
-
     def write(self, status: str) -> None:
         """Write the figures so far."""
         self.report["status"] = status
@@ -252,18 +235,11 @@ class BenchRun:
 
 
 def read_figures(trial: Trial) -> Figures:
-    """Return the figures of a trial for the report."""
+    """What the report holds of a trial."""
     figures: Figures = {"whole": trial.seconds, "error": trial.error}
     if trial.error:
         return figures
-    names = {
-        "seconds": "step_seconds",
-        "tokens": "tokens",
-        "trained": "trained_tokens",
-        "loss": "loss",
-        "grad_norm": "grad_norm",
-    }
-    figures |= {name: trial.of(metric) for name, metric in names.items()}
+    figures |= {name: trial.of(metric) for name, metric in METRICS.items()}
     figures["exact"] = not any("float16" in dtype for dtype in trial.run["dtypes"].values())
     for device in ("host", "device"):
         if peaks := [rank[device] for rank in trial.ranks if device in rank]:

@@ -87,11 +87,18 @@ def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterato
 
 
 def head(*packages: str) -> dict[str, Any]:
-    """Return the head of a report: date, machine and versions."""
+    """The head of a report: date, and the machine and versions that speed depends on."""
+    machine = look()
     return {
         "format": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
+        "machine": {
+            "cpu": processor(),
+            "cores": machine.cores,
+            "memory_gib": round(machine.memory / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+            "system": machine.system,
+        },
         "versions": versions(*packages),
     }
 
@@ -102,27 +109,12 @@ def as_json(report: Mapping[str, Any]) -> str:
     return re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda numbers: " ".join(numbers[0].split()), text)
 
 
-def machine_facts() -> dict[str, Any]:
-    """Return the facts that a machine's speed depends on."""
-    machine = look()
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return {
-        "cpu": processor(),
-        "cores": machine.cores,
-        "memory_gib": round(machine.memory / 2**30, 1),
-        "gpus": gpus,
-        "system": machine.system,
-    }
-
-
 def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The name of the processor, which Python knows on few systems."""
+    known = Path("/proc/cpuinfo")
+    text = known.read_text(encoding="utf8") if known.exists() else ""
+    names = re.findall(r"^model name\s*: (.+)$", text, re.M)
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 Figures = dict[str, Any]
@@ -144,8 +136,8 @@ class PluginResult:
     """The effects of a plugin: alone against none, and all against all without it."""
 
     plugin: str
-    alone: Ratio | None = None
-    company: Ratio | None = None
+    alone: Ratio | None
+    company: Ratio | None
     """All plugins against all but this one."""
     memory: dict[str, float] = field(default_factory=dict)
     """Host and device -> extra bytes, alone; negative if it saves some."""
@@ -155,7 +147,7 @@ class PluginResult:
     """Contenders that failed."""
 
     def row(self) -> list[str]:
-        """Return its row of the table."""
+        """Its row of the table."""
         cells = [str(ratio) if ratio else "" for ratio in (self.alone, self.company)]
         extra = [
             f"{'device ' * (device == 'device')}{size / MIB:+,.0f} MiB"
@@ -174,63 +166,48 @@ class PluginResult:
         return "; ".join(dict.fromkeys(phrases)) or NOISE
 
 
+@dataclass(frozen=True)
 class Bench:
     """Reads a bench's report."""
 
-    def __init__(self, report: Mapping[str, Any]) -> None:
-        self.report = report
-        self.warmup = int(report["settings"]["warmup"])
-        self.contenders: dict[str, dict[str, Any]] = report["contenders"]
-        self.measured: list[str] = report["measured"]
+    report: Mapping[str, Any]
 
     def trials(self, contender: str) -> list[Figures]:
-        """Return a contender's figures in each round, with those of a failure."""
-        key = self.contenders[contender]["rounds"]
+        """A contender's figures in each round, with those of a failure."""
+        key = self.report["contenders"][contender]["rounds"]
         return [figures[key] for figures in self.report["rounds"] if key in figures]
 
-    def figures(self, contender: str) -> list[Figures]:
-        """Return a contender's figures in the rounds that succeeded."""
-        return [figures for figures in self.trials(contender) if not figures["error"]]
-
     def pairs(self, one: str, other: str) -> list[tuple[Figures, Figures]]:
-        """Return the figures of two contenders in the rounds in which both succeeded."""
+        """The figures of two contenders in the rounds in which both succeeded."""
         both = zip(self.trials(one), self.trials(other), strict=False)
         return [(a, b) for a, b in both if not a["error"] and not b["error"]]
 
     def results(self) -> Iterator[PluginResult]:
         """Yield the effects of each measured plugin."""
-        for name in self.measured:
-            result = PluginResult(name)
-            pairs = ((alone(name), BASELINE), (ALL, name_without(name)))
-            result.alone, result.company = (
-                speed_ratio(self.pairs(*pair), self.warmup) for pair in pairs
-            )
+        warmup = self.report["settings"]["warmup"]
+        for name in self.report["measured"]:
+            one, rest = alone(name), name_without(name)
+            pairs, company = self.pairs(one, BASELINE), self.pairs(ALL, rest)
+            result = PluginResult(name, speed_ratio(pairs, warmup), speed_ratio(company, warmup))
             for device in ("host", "device"):
-                peaks = [self.peak(contender, device) for contender in pairs[0]]
-                if all(peaks):
-                    result.memory[device] = peaks[0] - peaks[1]
-            for pair in pairs:
-                for a, b in self.pairs(*pair)[:1]:
-                    result.learned = result.learned or describe_difference(a, b)
-            result.failed = [
-                contender
-                for contender in (alone(name), name_without(name))
-                if any(figures["error"] for figures in self.trials(contender))
-            ]
+                peaks = [(a[device], b[device]) for a, b in pairs if device in a]
+                if peaks:
+                    on, off = np.median(peaks, axis=0).tolist()
+                    result.memory[device] = on - off
+            differences = [describe_difference(*both[0]) for both in (pairs, company) if both]
+            result.learned = next(filter(None, differences), "")
+            for contender in (one, rest):
+                if any(figures["error"] for figures in self.trials(contender)):
+                    result.failed.append(contender)
             yield result
 
-    def peak(self, contender: str, device: str) -> float:
-        """Return a contender's median peak memory on host or device; 0 if unknown."""
-        peaks = [figures[device] for figures in self.figures(contender) if device in figures]
-        return float(statistics.median(peaks)) if peaks else 0.0
-
     def table(self) -> list[list[str]]:
-        """Return a row for each plugin below the names of the columns."""
+        """A row for each plugin, below the names of the columns."""
         return [PLUGINS, *(result.row() for result in self.results())]
 
 
 def speed_ratio(pairs: list[tuple[Figures, Figures]], warmup: int) -> Ratio | None:
-    """Return the speed of one trial relative to another, in each pair.
+    """The speed of one trial relative to another, in each pair.
 
     A step has the same examples in every trial, so each is compared with itself; the median of
     the steps counts, as other load on the machine slows some of them.

@@ -36,7 +36,7 @@ class TrialOver(PlugsftError):
 
 
 @plugin()
-class Trial:
+class ShortRun:
     """Ends the run before its last step."""
 
     last: int
@@ -62,7 +62,7 @@ class Trial:
 
     @hookimpl(wrapper=True)
     def order_examples(self, tokens: Tokens) -> Any:
-        """Return the examples in the order in which they are stored."""
+        """Keep the order in which the examples are stored: the caller has chosen it."""
         with suppress(Exception):  # plugins do not know these examples
             yield
         return np.arange(len(tokens))
@@ -77,7 +77,7 @@ class Trial:
 def run(path: Path, limit: int) -> dict[str, Any]:
     """Train all steps of a recipe but the last; return this rank's peak memory and error."""
     recipe, active = load(path)
-    trial = Trial(last=recipe.train.steps or 0)
+    trial = ShortRun(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
     active.found = {
         **active.found,

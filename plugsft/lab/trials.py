@@ -61,7 +61,7 @@ class Trial:
     out_of_memory: bool = False
 
     def of(self, name: str, warmup: int = 0) -> list[float]:
-        """Return a metric of each step after the first ones."""
+        """A metric of each step after the first ones."""
         return [float(step[name]) for step in self.steps[warmup:]]
 
 
@@ -113,17 +113,18 @@ class TrialRunner:
         tables = anchored(recipe)
         tables.pop("eval", None)
         tables["checkpoint"] = {"every": 0}
-        for each in (each for name in LEFT_OUT_ALWAYS for each in recipe.providers(name)):
-            tables["plugins"].pop(each.plugin, None)
+        for name in LEFT_OUT_ALWAYS:
+            for each in recipe.providers(name):
+                tables["plugins"].pop(each.plugin, None)
         # The steps to trace are those of a whole run.
         for traced in recipe.providers("traced_steps"):
             tables["plugins"][traced.plugin].pop(traced.option, None)
         if "scratch" in tables["model"]:
             tables["model"].setdefault("tokenizer", str(data.tokenizer_folder.absolute()))
-        self._whole = self.tables = tables
+        self.tables = tables
 
     def epoch_order(self) -> Ints:
-        """Return the order of the recipe's first epoch."""
+        """The order of the recipe's first epoch."""
         seed = self._recipe.train.seed
         with self._active.name_failing_plugin():
             return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
@@ -133,7 +134,7 @@ class TrialRunner:
         folder = self.folder / f"tokens-{time.monotonic_ns()}"
         write_examples(self.tokens, numbers, folder)
         rows = dict.fromkeys(("data.source", "data.sources", "data.split"))
-        self.tables = with_changes(self._whole, {**rows, "data.tokens": str(folder.absolute())})
+        self.tables = with_changes(self.tables, {**rows, "data.tokens": str(folder.absolute())})
 
     def run(
         self, changes: Mapping[str, Any], steps: int, without: Sequence[str] = (), memory: int = 0
@@ -142,15 +143,13 @@ class TrialRunner:
 
         Failures are returned, not raised. `memory` limits the bytes of each rank.
         """
-        # The trial ends before the last step, which would save the model.
-        changes = {**changes, "train.steps": steps + 1, "train.log_every": 10**9}
         self._started += 1
         folder = self.folder / f"{self._started:04d}"
         folder.mkdir()
-        tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
-        for name in without:
-            tables["plugins"].pop(name, None)
-        (folder / RECIPE).write_text(tomli_w.dumps(tables))
+        tables = with_changes(self.tables, {f"plugins.{name}": None for name in without})
+        # The trial ends before the last step, which would save the model.
+        own = {"train.steps": steps + 1, "train.log_every": 10**9, "output": str(folder / "run")}
+        (folder / RECIPE).write_text(tomli_w.dumps(with_changes(tables, {**changes, **own})))
         words = [*(self._launch or [sys.executable]), "-m", MODULE, str(folder / RECIPE)]
         code, seconds = run_process([*words, str(memory)], folder / OUTPUT)
         return read_trial(folder, steps, code, seconds)
@@ -210,7 +209,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables with {"table.key": value} set; None removes a key, or a table."""
+    """Copy tables with {"table.key": value} set; None removes a key, or a table."""
     changed = copy.deepcopy(dict(tables))
     for dotted_key, value in changes.items():
         *path, key = dotted_key.split(".")

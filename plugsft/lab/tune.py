@@ -5,7 +5,6 @@ It doubles the size until memory runs out. Then the recipe's own size and the fa
 
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -85,10 +84,7 @@ class Tuning:
                 "examples of other steps, so another value would affect results; choose it by hand"
             )
         self._probes: dict[int, Probes] = {}
-        self._rival: Probes | None = None
-        """The size that took turns with the own one."""
         self._count = 0
-        self._last = Trial(Path(), 0.0)
 
     @property
     def _allowed(self) -> int:
@@ -113,9 +109,9 @@ class Tuning:
         limit = self._limit
         if not limit and on_cpu(self._recipe):
             self._limit = look().memory
-        self.probe(runner, self.own)
-        ranks = max(1, len(self._last.ranks))
-        totals = [rank["total"] for rank in self._last.ranks if rank.get("device")]
+        first = self.probe(runner, self.own)
+        ranks = max(1, len(first.ranks))
+        totals = [rank["total"] for rank in first.ranks if rank.get("device")]
         self._limit = limit or min(totals, default=look().memory // ranks)
         least, most = 1, -(-size // ranks)
         if self._packing:
@@ -130,30 +126,29 @@ class Tuning:
         """Double the size until it does not fit, or halve it until it fits; return the best."""
         size, own = self.own, self._probes[self.own]
         if own.speeds:
-            while size < most and self.probe(runner, min(2 * size, most)):
+            while size < most and not self.probe(runner, min(2 * size, most)).error:
                 size = min(2 * size, most)
         else:
-            while size > least and not self.probe(runner, max(size // 2, least)):
+            while size > least and self.probe(runner, max(size // 2, least)).error:
                 size = max(size // 2, least)
         while (best := self._fastest()) is not own:
             if best is None:
                 raise self._nothing_fits()
             if not own.speeds:
                 break
-            self._rival = best
             # In turn: a machine that becomes slower or faster favours neither.
             pair = (self.own, best.size)
-            if all(self.probe(runner, one) for n in range(TURNS) for one in pair[:: (-1) ** n]):
+            sizes = [size for turn in range(TURNS) for size in pair[:: (-1) ** turn]]
+            if not any(self.probe(runner, size).error for size in sizes):
                 return best if self._gain(best).word == FASTER else own
         return best
 
-    def probe(self, runner: TrialRunner, size: int) -> bool:
-        """Train some steps with a size; print the result; return whether it fits."""
+    def probe(self, runner: TrialRunner, size: int) -> Trial:
+        """Train some steps with a size; print the result, and note it."""
         self._count += 1
         name = f"probe {self._count}: {self.key} = {size}{' (yours)' * (size == self.own)}"
         with out.status(name):
             trial = runner.run({self.key: size}, WARMUP + self._steps, memory=self._allowed)
-        self._last = trial
         probes = self._probes.setdefault(size, Probes(size))
         peak = max((rank.get("device") or rank["host"] for rank in trial.ranks), default=0)
         probes.peak = max(probes.peak, peak)
@@ -169,10 +164,10 @@ class Tuning:
             probes.speeds.clear()
             probes.error = result
         say(f"{name}: {result}, {trial.seconds:.0f} s")
-        return not trial.error
+        return trial
 
     def so_far(self) -> str:
-        """Return a line about the best probe so far."""
+        """Say what a stop leaves: the best probe so far."""
         best = self._fastest()
         return f"best so far: {self._describe(best)}" if best else "no probe has finished"
 
@@ -181,7 +176,7 @@ class Tuning:
         return max(fitting, key=lambda probes: probes.speed, default=None)
 
     def _gain(self, best: Probes) -> Ratio:
-        """Return the speed relative to the own size, in each turn."""
+        """The speed relative to the own size, in each turn."""
         turns = (best.speeds[-TURNS:], self._probes[self.own].speeds[-TURNS:])
         return Ratio(tuple(after / before for after, before in zip(*turns, strict=True)))
 
@@ -190,24 +185,27 @@ class Tuning:
         return f"{self.key} = {probes.size}: {probes.speed:,.0f} tokens/s, {memory}"
 
     def _nothing_fits(self) -> RecipeError:
-        tried = ", ".join(map(str, self._probes))
+        tried, last = ", ".join(map(str, self._probes)), [*self._probes.values()][-1]
         plugins = ("recomputed_activations", "offloaded_activations", "adapters")
         tables = ", ".join(Capability.bundled(name).table for name in plugins)
         return RecipeError(
             f"nothing fits in {format_size(self._allowed)} a rank; tried {self.key}: {tried}. The "
-            f"last: {self._last.error}. More memory (--memory), a smaller data.max_length and "
+            f"last: {last.error}. More memory (--memory), a smaller data.max_length and "
             f"plugins help: {tables}"
         )
 
     def reasons(self, best: Probes) -> list[str]:
         """Say in lines why a size is the best."""
-        own, rival = self._probes[self.own], self._rival
+        own = self._probes[self.own]
         lines = [f"{'keep yours' if best is own else 'chosen'}: {self._describe(best)}"]
-        if rival and rival.speeds and own.speeds:
-            gain = self._gain(rival)
-            lines.append(f"{self.key} = {rival.size} is {gain} as fast as yours: {gain.word}")
-        failed = [probes for probes in self._probes.values() if probes.error]
-        lines += [f"{self.key} = {probes.size}: {probes.error}" for probes in failed]
+        for probes in self._probes.values():
+            took_turns = min(len(own.speeds), len(probes.speeds)) > TURNS
+            if took_turns and probes is not own:
+                gain = self._gain(probes)
+                lines.append(f"{self.key} = {probes.size} is {gain} as fast as yours: {gain.word}")
+        for probes in self._probes.values():
+            if probes.error:
+                lines.append(f"{self.key} = {probes.size}: {probes.error}")
         lines.append(
             f"{format_count(self._count, 'probe')} of {format_count(self._steps, 'step')}, in "
             f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
@@ -216,7 +214,7 @@ class Tuning:
 
 
 def keeps_steps(recipe: Recipe) -> bool:
-    """Tell whether a step has `batch_size` examples of the epoch's order, however it is packed."""
+    """Whether a step has `batch_size` examples of the epoch's order, however it is packed."""
     _, active = resolve(anchored(recipe))
     active.attach(BatchDefaults())
     registry.check(active, recipe, look(), ["plan_batches"])

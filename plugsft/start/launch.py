@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,7 +72,7 @@ def join(options: Options) -> None:
 
 def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn:
     """Print the line that trains a recipe, and run it in place of this process."""
-    slurm = slurm_step(os.environ)
+    slurm = slurm_step()
     several = slurm is not None and slurm.nodes > 1
     if not several and options == Options() and Path(default_config_file).is_file():
         say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
@@ -113,11 +112,11 @@ def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
             raise LaunchError(f"--{name} {value}: give the number of machines too: --nodes 2")
     if options.nodes is None or options.nodes == 1:
         return layout
-    return replace(layout, **_nodes(options, options.nodes))
+    return _on_machines(layout, options, options.nodes)
 
 
-def _nodes(options: Options, nodes: int) -> dict[str, Any]:
-    """Read the machines of the options; refuse those that would wait for ever."""
+def _on_machines(layout: Layout, options: Options, nodes: int) -> Layout:
+    """Lay the ranks out on several machines; refuse options that would let them wait for ever."""
     last = nodes - 1
     if not options.host:
         raise LaunchError(
@@ -131,7 +130,7 @@ def _nodes(options: Options, nodes: int) -> dict[str, Any]:
     if options.node > last:
         raise LaunchError(f"--node {options.node}: with --nodes {nodes}, the last is --node {last}")
     port = options.port or PORT
-    return {"nodes": nodes, "node": options.node, "host": options.host, "port": port}
+    return replace(layout, nodes=nodes, node=options.node, host=options.host, port=port)
 
 
 def ensure_strategy(strategy: str) -> None:
@@ -186,46 +185,41 @@ def _text(value: object) -> str:
 def _execute(command: list[str]) -> NoReturn:
     """Print a command and run it in place of this process."""
     say(shlex.join(command))
-    program, *words = command
-    module = "plugsft.start.run_accelerate" if program == "accelerate" else program
-    arguments = words[1:] if program == "accelerate" else words
+    module, *arguments = command
+    if module == "accelerate":
+        module, arguments = "plugsft.start.run_accelerate", arguments[1:]
     sys.stdout.flush()
     command = [sys.executable, "-m", module, *arguments]
     os.execve(sys.executable, command, child_environment())
 
 
-def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
+def slurm_step() -> Slurm | None:
     """Read the Slurm step of this process; None outside of Slurm.
 
     Refuses a job of several nodes outside of `srun`, and several tasks on a node: one would wait
     for ever, the other would start all ranks more than once.
     """
-    job = environment.get("SLURM_JOB_ID", "")
+    job, gpus = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "GPUS_ON_NODE"))
     if not job.isdigit():
         return None
-    if "SLURM_STEP_NUM_NODES" not in environment:
-        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1, environment)
+    if "SLURM_STEP_NUM_NODES" not in os.environ:
+        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1)
         if machines > 1:
             raise LaunchError(
                 f"Slurm job {job} has {machines} machines, and this command runs on one of them; "
                 "start it on all: srun --ntasks-per-node=1 plugsft launch ..."
             )
         return None
-    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1, environment)
-    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1, environment)
+    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1)
+    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1)
     if tasks > nodes:
         raise LaunchError(
             f"srun starts {tasks} tasks on {format_count(nodes, 'machine')}; plugsft launch "
             "starts the ranks itself: srun --ntasks-per-node=1"
         )
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
-    return Slurm(
-        int(job),
-        nodes,
-        env_number("SLURM_NODEID", environment=environment),
-        first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
-        int(gpus) if gpus.isdigit() else 0,
-    )
+    host = first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    node = env_number("SLURM_NODEID")
+    return Slurm(int(job), nodes, node, host, int(gpus) if gpus.isdigit() else 0)
 
 
 def first_host(names: str) -> str:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...base.console import format_size, say
 from ...base.errors import DataError, PlugsftError
 from ...base.machine import look
-from ...base.types import Batch, Ints, Slice
+from ...base.types import Batch, Ints, Shard, Slice
 from ...batches.defaults import BatchDefaults
 from ...batches.plan import shuffle
 from ...data.defaults import DataDefaults
@@ -88,7 +89,7 @@ class Workload:
 
 
 def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
-    """Return an epoch's examples: from prepared tokens, or from a sample of each source."""
+    """An epoch's examples: from prepared tokens, or from a sample of each source."""
     if recipe.data.tokens:
         data = open_data(recipe, active)
         tokens = open_named_tokens(recipe, data, active)
@@ -100,40 +101,34 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     work = make_work(recipe, active, opened, folder, SAMPLE)
     work.folder = folder / "sample"
     work.folder.mkdir()
-    counts = [min(SAMPLE, len(rows)) for rows in opened]
-    shards = [
-        work.tokenize(Slice(number, 0, count, rows.part(0, count)))
-        for number, (rows, count) in enumerate(zip(opened, counts, strict=True))
-    ]
-    if not any(shard.examples for shard in shards):
-        raise DataError(
-            f"data: none of the first {sum(counts):,} rows can be used; plugsft check names the "
-            "reasons"
-        )
-    facts = [
-        {"name": source.source, "weight": source.weight, "examples": shard.examples}
-        for shard, source in zip(shards, sources, strict=True)
-    ]
-    write_index(work.folder, shards, {"key": "", "sources": facts})
-    tokens, examples, first = Tokens(work.folder), list[Ints](), 0
-    for shard, rows, source, count in zip(shards, opened, sources, counts, strict=True):
+    shards, facts, examples, first = list[Shard](), list[dict[str, Any]](), list[Ints](), 0
+    for number, (rows, source) in enumerate(zip(opened, sources, strict=True)):
+        count = min(SAMPLE, len(rows))
+        shard = work.tokenize(Slice(number, 0, count, rows.part(0, count)))
+        shards.append(shard)
+        facts.append({"name": source.source, "weight": source.weight, "examples": shard.examples})
         per_row = shard.examples / max(1, count)
         total = round(source.weight * len(rows) * per_row)
         examples.append(first + np.resize(np.arange(shard.examples), total))
         first += shard.examples
+    if not first:
+        read = sum(shard.rows for shard in shards)
+        raise DataError(
+            f"data: none of the first {read:,} rows can be used; plugsft check names the reasons"
+        )
+    write_index(work.folder, shards, {"key": "", "sources": facts})
     numbers = np.concatenate(examples)
     order = shuffle([(len(numbers), 1.0)], recipe.train.seed, 0)
-    return Epoch(_share_prompts(recipe, tokens), numbers, order, len(work.tokenizer), False)
+    return epoch_of(recipe, Tokens(work.folder), order, len(work.tokenizer), numbers)
 
 
-def epoch_of(recipe: Recipe, tokens: Tokens, order: Ints, vocabulary: int) -> Epoch:
-    """Return an epoch of prepared tokens in an order."""
-    return Epoch(_share_prompts(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
-
-
-def _share_prompts(recipe: Recipe, tokens: Tokens) -> Tokens:
-    """Share prompts, as plugins do before the first step."""
-    return share_prompts(tokens) if recipe.provides("shared_prompts") else tokens
+def epoch_of(
+    recipe: Recipe, tokens: Tokens, order: Ints, vocabulary: int, sampled: "Ints | None" = None
+) -> Epoch:
+    """Share prompts as plugins do; without `sampled`, the tokens are all examples of the epoch."""
+    tokens = share_prompts(tokens) if recipe.provides("shared_prompts") else tokens
+    examples = np.arange(len(tokens)) if sampled is None else sampled
+    return Epoch(tokens, examples, order, vocabulary, is_complete=sampled is None)
 
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
@@ -176,7 +171,7 @@ def _cut(recipe: Recipe, tokens: Tokens) -> Tokens:
 
 
 def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
-    """Return a micro-batch's tokens with padding, and the pairs that attention compares."""
+    """A micro-batch's tokens with padding, and the pairs that attention compares."""
     if packed:
         return int(lengths.sum()), int((lengths**2).sum())
     longest = int(lengths.max(initial=0))
@@ -184,7 +179,7 @@ def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
 
 
 def _largest(active: Active, tokens: Tokens, sized: list[tuple[tuple[int, int], Ints]]) -> Batch:
-    """Return the largest micro-batch: the one with most tokens, then most attention.
+    """Collate the largest micro-batch: the one with most tokens, then most attention.
 
     A plugin may pad all rows to one length, so the batches are compared.
     """
@@ -217,25 +212,12 @@ class Traced(NamedTuple):
     """With stored weights (False), and as cast by FSDP2 and DeepSpeed (True)."""
 
 
-class Probe(NamedTuple):
-    """Real steps of a recipe, and their forecast."""
-
-    measured: float
-    """Bytes."""
-    forecast: float
-    """Bytes."""
-    seconds: float
-    """Time of a step."""
-    scale: float
-    """Measured over forecast activations."""
-
-
 class Forecaster:
     """Forecasts a recipe and variants of it; each is traced once."""
 
     def __init__(self, tables: dict[str, Any], epoch: Epoch, gpu: bool) -> None:
         self.tables, self.epoch, self._gpu = tables, epoch, gpu
-        self._models: dict[str, dict[bool, MetaModel]] = {}
+        self._models: dict[tuple[str, bool], MetaModel] = {}
         self._traces: dict[str, Trace] = {}
         self.scale = 1.0
         """Factor of activations, from a probe."""
@@ -249,24 +231,24 @@ class Forecaster:
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         registry.check(active, recipe, replace(look(), world_size=ranks, local_size=ranks), HOOKS)
         workload = workload_of(recipe, active, self.epoch, ranks)
-        key = repr(sorted(changes.items()))
-        if key not in self._models:
-            casts = recipe.model.dtype != recipe.model.weights and ranks > 1
-            self._models[key] = {
-                cast: MetaModel(recipe, active, self._config(recipe), cast, self._gpu)
-                for cast in ([False, True] if casts else [False])
-            }
-        models, traces = self._models[key], dict[bool, Trace]()
         shape = {name: getattr(value, "shape", value) for name, value in workload.batch.items()}
         half, device = recipe.model.dtype != "float32", "cuda" if self._gpu else "cpu"
         flash = recipe.provides("fast_attention") is not None and self._gpu and half
-        for cast in (False, True):
-            model = models.get(cast, models[False])
-            traced = f"{key} {shape} {model is models[False]}"
+        key, traces = repr(sorted(changes.items())), dict[bool, Trace]()
+        for strategy_casts in (False, True):
+            casts = strategy_casts and recipe.model.dtype != recipe.model.weights and ranks > 1
+            if (key, casts) not in self._models:
+                if new := recipe.model.scratch:
+                    config: Any = scratch_config(new, self.epoch.vocabulary)
+                else:
+                    config = load_config(recipe.model)
+                self._models[key, casts] = MetaModel(recipe, active, config, casts, self._gpu)
+            traced = f"{key} {shape} {casts}"
             if traced not in self._traces:
+                model = self._models[key, casts]
                 self._traces[traced] = model.trace(workload.batch, device, flash)
-            traces[cast] = self._traces[traced]
-        return recipe, Traced(models[False].weights(), workload, traces)
+            traces[strategy_casts] = self._traces[traced]
+        return recipe, Traced(self._models[key, False].weights(), workload, traces)
 
     def forecast(self, changes: Mapping[str, Any], cluster: Cluster) -> list[Forecast]:
         """Forecast each strategy."""
@@ -287,14 +269,9 @@ class Forecaster:
             forecasts.append(Forecast(strategy, memory, fits, trace.host))
         return forecasts
 
-    def _config(self, recipe: Recipe) -> Any:
-        if recipe.model.scratch:
-            return scratch_config(recipe.model.scratch, self.epoch.vocabulary)
-        return load_config(recipe.model)
-
 
 def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
-    """Return the strategies for a cluster, first the one that communicates least."""
+    """The strategies that fit a cluster, first the one that communicates least."""
     if cluster.ranks == 1:
         return [SINGLE]
     if recipe.provides("quantized_base"):
@@ -304,7 +281,7 @@ def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
 
 
 def choose(forecasts: Sequence[Forecast]) -> Forecast | None:
-    """Return the first that fits: it communicates least."""
+    """The first that fits communicates least."""
     return next((forecast for forecast in forecasts if forecast.fits), None)
 
 
@@ -339,7 +316,7 @@ def suggest(
 def _smaller_micro_batch(
     forecaster: Forecaster, recipe: Recipe, cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the change to the largest smaller micro-batch that fits, or to the smallest."""
+    """The change to the largest smaller micro-batch that fits, or to the smallest."""
     key, size = recipe.micro_batch_size()
     changes: dict[str, Any] = {}
     while size > 1:
@@ -360,7 +337,7 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) -> Forecast | None:
-    """Return the chosen strategy, or the smallest where none fits; None if refused."""
+    """The chosen strategy, or the smallest where none fits; None if refused."""
     try:
         forecasts = forecaster.forecast(changes, cluster)
     except PlugsftError:
@@ -368,8 +345,11 @@ def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) 
     return choose(forecasts) or min(forecasts, key=lambda forecast: forecast.memory.total)
 
 
-def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
-    """Train one rank's share of real steps on this machine; compare them with their forecast."""
+def probe(tables: dict[str, Any], cluster: Cluster) -> float:
+    """Train one rank's share of real steps on this machine; compare them with their forecast.
+
+    Returns the factor by which measured activations differ from forecast ones.
+    """
     recipe, active = resolve(tables)
     size = max(1, recipe.train.batch_size // cluster.ranks)
     changes = {"train.batch_size": size}
@@ -390,10 +370,14 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
         [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))
     [rank] = trial.ranks
     measured = rank["device"] if cluster.gpu else rank["host"] - rank["before"]
-    memory = forecast.memory
-    activations = memory.activations + memory.loss_head
-    # Negligible activations do not explain the error.
-    explains = activations > 0.1 * memory.total
-    scale = max(0.1, 1 + (measured - memory.total) / activations) if explains else 1.0
+    total = forecast.memory.total
     seconds = statistics.median(trial.of("step_seconds", warmup=1))
-    return Probe(measured, memory.total, seconds, scale)
+    say(
+        f"probe: measured {format_size(measured)}, forecast {format_size(total)} "
+        f"({total / measured - 1:+.0%}), corrected below; "
+        f"{seconds:.3g} s a step of one rank on this machine"
+    )
+    activations = forecast.memory.activations + forecast.memory.loss_head
+    # Negligible activations do not explain the error.
+    explains = activations > 0.1 * total
+    return max(0.1, 1 + (measured - total) / activations) if explains else 1.0

@@ -5,11 +5,12 @@ counted without formulas.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,14 @@ from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 
-LAYERS, HEAD, HOST = 0, 1, 2
-"""Owners of activations: embeddings and layers, the loss head after them, or host memory."""
+LAYERS, HEAD, HOST, GRADIENTS = range(4)
+"""Owners of memory: embeddings and layers, the loss head after them, the host, the gradients."""
 MIN_BYTES = 1_000_000
 """Smallest activation that is moved by default."""
 FLASH = "plugsft_forecast"
 """Attention like a fused kernel: it stores inputs and output only."""
+UNSHARDED = 100_000
+"""Elements of the largest tensor that ZeRO-3 leaves whole."""
 DOCUMENTS = 16
 """Most documents of a packed row that are traced: more take longer, and the same memory."""
 LOGITS = {"cpu": 2**28, "cuda": 2**30}
@@ -56,7 +59,7 @@ class Trace:
     """The memory of one micro-batch, at each allocation."""
 
     activations: Ints
-    """[owner, moment]: bytes of the layers and of the loss head."""
+    """[LAYERS or HEAD, moment]: bytes."""
     gradients: Ints
     """[moment]: bytes of finished gradients."""
     host: int
@@ -69,7 +72,8 @@ class _Allocation:
 
     size: int
     owner: int
-    watch: Any = field(repr=False)
+    watch: Any
+    """Tells when the memory is freed."""
 
     @property
     def counted(self) -> int:
@@ -84,7 +88,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
         self._live: dict[int, _Allocation] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.owner, self.bytes, self.gradients = LAYERS, [0, 0, 0], 0
+        self.owner, self.bytes = LAYERS, [0, 0, 0, 0]
         self.moments: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
@@ -105,25 +109,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         watch = weakref.ref(storage, lambda _: self._free(key))
         self._live[key] = _Allocation(size, self.owner, watch)
         self.bytes[self.owner] += size
-        self.moments.append((*self.bytes, self.gradients))
+        self.moments.append(tuple(self.bytes))
 
-    def finish_gradient(self, gradient: Tensor) -> None:
-        """Count a finished gradient apart from activations."""
-        key = gradient.untyped_storage()._cdata
-        if (allocation := self._live.pop(key, None)) is not None:
-            self.bytes[allocation.owner] -= allocation.counted
-            self.gradients += allocation.size
+    def finish_gradient(self, parameter: Tensor) -> None:
+        """Count a finished gradient apart from activations; it stays until the step."""
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        self.move({key}, GRADIENTS)
+        if self._live.pop(key, None):
             self._known.add(key)
-        self.moments.append((*self.bytes, self.gradients))
 
     def move(self, storages: set[int], owner: int) -> None:
-        """Count activations for another owner."""
+        """Count memory for another owner."""
         for key in storages & self._live.keys():
             allocation = self._live[key]
             self.bytes[allocation.owner] -= allocation.counted
             allocation.owner = owner
             self.bytes[owner] += allocation.counted
-        self.moments.append((*self.bytes, self.gradients))
+        self.moments.append(tuple(self.bytes))
 
     def _free(self, key: int) -> None:
         if (allocation := self._live.pop(key, None)) is not None:
@@ -151,13 +154,8 @@ def trace_memory(
 
     hooks = [layers[-1].register_forward_hook(enter_head)] if layers else []
     for parameter in model.parameters():
-        parameter.grad = None
         if parameter.requires_grad:
-            hooks.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter: tracer.finish_gradient(parameter.grad)
-                )
-            )
+            hooks.append(parameter.register_post_accumulate_grad_hook(tracer.finish_gradient))
     with tracer:
         total = loss()
         in_backward = True
@@ -165,20 +163,10 @@ def trace_memory(
         del total
     for hook in hooks:
         hook.remove()
-    for parameter in model.parameters():
-        parameter.grad = None
-    moments = np.array(tracer.moments, np.int64).reshape(-1, 4)
-    host = int(moments[:, HOST].max(initial=0))
-    return Trace(moments[:, :HOST].T.copy(), moments[:, 3].copy(), host)
-
-
-class _Saved:
-    """What the pass of a layer saved."""
-
-    def __init__(self, previous: "_Saved | None") -> None:
-        self.previous = previous
-        self.storages = set[int]()
-        self.on_host = False
+    model.zero_grad()
+    moments = np.array(tracer.moments, np.int64).reshape(-1, 4).T
+    host = int(moments[HOST].max(initial=0))
+    return Trace(moments[[LAYERS, HEAD]], moments[GRADIENTS], host)
 
 
 class Offload:
@@ -186,56 +174,47 @@ class Offload:
 
     def __init__(self, layers: list[Any], min_bytes: int | None) -> None:
         self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
-        self._tracer = Tracer([])
-        self._latest: _Saved | None = None
         for layer in layers:
-            inner = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _call
+            inner = layer._gradient_checkpointing_func if layer.gradient_checkpointing else call
             layer._gradient_checkpointing_func = partial(self._run, inner)
             layer.gradient_checkpointing = True
 
     def start(self, tracer: Tracer) -> None:
         """Start a pass of the model."""
-        self._tracer, self._latest = tracer, None
+        self._tracer = tracer
+        self._saved: list[set[int]] = []
+        """Storages that the pass of each layer saved."""
 
     def _run(self, inner: Callable[..., Any], forward: Any, *inputs: Any) -> Any:
-        saved = _Saved(self._latest)
+        number = len(self._saved)
+        self._saved.append(set())
         shared = {
             tensor.untyped_storage()._cdata
             for tensor in tree_leaves(getattr(forward, "keywords", {}))
             if isinstance(tensor, Tensor)
         }
-        with saved_tensors_hooks(partial(self._pack, saved, shared), self._unpack):
+        with saved_tensors_hooks(partial(self._pack, number, shared), self._unpack):
             output = inner(forward, *inputs)
-        self._move(self._latest, to_host=True)
-        self._latest = saved
+        if number:
+            self._tracer.move(self._saved[number - 1], HOST)
         return output
 
-    def _pack(self, saved: _Saved, shared: set[int], tensor: Tensor) -> Any:
+    def _pack(self, number: int, shared: set[int], tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         # A linear layer saves its weight, or the cast that autocast made of it, transposed.
         is_weight = tensor.dim() == 2 and tensor.stride(0) == 1
         if is_weight or storage.nbytes() < self._min_bytes or storage._cdata in shared:
             return tensor
-        saved.storages.add(storage._cdata)
-        return saved, tensor
+        self._saved[number].add(storage._cdata)
+        return number, tensor
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, Tensor):
             return packed
-        saved, tensor = packed
-        self._move(saved, to_host=False)
-        self._move(saved.previous, to_host=False)
-        result: Tensor = tensor
-        return result
-
-    def _move(self, saved: _Saved | None, to_host: bool) -> None:
-        if saved is not None and saved.on_host != to_host:
-            saved.on_host = to_host
-            self._tracer.move(saved.storages, HOST if to_host else LAYERS)
-
-
-def _call(forward: Callable[..., Any], *inputs: Any) -> Any:
-    return forward(*inputs)
+        number, tensor = packed
+        for saved in self._saved[max(0, number - 1) : number + 1]:
+            self._tracer.move(saved, LAYERS)
+        return tensor
 
 
 @dataclass
@@ -264,21 +243,17 @@ class _ConfigLoad(Load):
 class Unit:
     """A part of the model that sharding gathers and frees as a whole."""
 
-    count: int = 0
-    """Number of parameters."""
-    trained_count: int = 0
-    bytes: int = 0
-    trained_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The sizes of a model's weights, in total and by units."""
-
     count: int
+    """Number of parameters."""
     trained_count: int
     bytes: int
     trained_bytes: int
+
+
+@dataclass(frozen=True)
+class Weights(Unit):
+    """The sizes of a model's weights, in total and by units."""
+
     state_bytes: float
     """Bytes of the optimizer's states."""
     largest: int
@@ -333,60 +308,62 @@ class MetaModel:
         layers = self.layers if offloaded and gpu else []
         self._offload = Offload(layers, offloaded.value if offloaded else None)
 
-    def weights(self, unsharded: int = 100_000) -> Weights:
-        """Count the parameters; tensors up to `unsharded` elements stay whole under ZeRO-3."""
+    def weights(self) -> Weights:
+        """Count the parameters."""
         parameters = list(self.model.parameters())
         embeddings = self.model.get_input_embeddings()
         head = self.model.get_output_embeddings()
         tied = head is not None and head.weight is embeddings.weight
         in_layers = {id(weight) for layer in self.layers for weight in layer.parameters()}
         embedded = set[int]() if tied else {id(weight) for weight in embeddings.parameters()}
-        tail = [weight for weight in parameters if id(weight) not in in_layers | embedded]
-        whole = _unit(parameters)
         return Weights(
-            count=whole.count,
-            trained_count=whole.trained_count,
-            bytes=whole.bytes,
-            trained_bytes=whole.trained_bytes,
+            **vars(_unit(parameters)),
             state_bytes=self._state_bytes(),
             largest=max(weight.numel() for weight in parameters),
-            unsharded_count=_unit([w for w in parameters if w.numel() <= unsharded]).count,
-            layers=[_unit(list(layer.parameters())) for layer in self.layers],
-            embeddings=_unit([weight for weight in parameters if id(weight) in embedded]),
-            tail=_unit(tail),
+            unsharded_count=_unit([w for w in parameters if w.numel() <= UNSHARDED]).count,
+            layers=[_unit([*layer.parameters()]) for layer in self.layers],
+            embeddings=_unit([w for w in parameters if id(w) in embedded]),
+            tail=_unit([w for w in parameters if id(w) not in in_layers | embedded]),
         )
 
     def _state_bytes(self) -> float:
-        """Return the bytes of the optimizer's states, from a step of one weight of each shape."""
+        """The bytes of the optimizer's states, from a step of one weight of each shape."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         with self._active.name_failing_plugin():
             optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
-        updated = {(weight.shape, weight.dtype): weight for weight in trained}
+        shapes = {(weight.shape, weight.dtype): weight for weight in trained}
         with self._mode:
-            for weight in updated.values():
+            for weight in shapes.values():
                 weight.grad = torch.empty_like(weight)
             # An optimizer that reads numbers fails, after it has made a state at least.
             with suppress(Exception):
                 optimizer.step()
-        sizes = dict[Any, int]()
-        for kind, weight in updated.items():
-            weight.grad = None
-            if state := state_of(optimizer, weight):
-                sizes[kind] = sum(map(num_bytes, state.values()))
-        made = [weight for weight in trained if (weight.shape, weight.dtype) in sizes]
-        total = sum(sizes[weight.shape, weight.dtype] for weight in made)
-        count = sum(weight.numel() for weight in made)
+        self.model.zero_grad()
+        states, total, count = [each.state for each in optimizers_in(optimizer)], 0, 0
+        for weight in trained:
+            of_shape = [state.get(shapes[weight.shape, weight.dtype]) for state in states]
+            if state := next(filter(None, of_shape), None):
+                # Counters, which are one number, do not matter.
+                values = [
+                    each for each in state.values() if isinstance(each, Tensor) and each.dim()
+                ]
+                total += sum(value.nbytes for value in values)
+                count += weight.numel()
         return float(total * sum(weight.numel() for weight in trained) / max(1, count))
 
     def trace(self, batch: Batch, device: str, flash: bool) -> Trace:
         """Trace the memory of a micro-batch, forward and backward."""
         batch = merge_documents(batch)
         masked = "attention_mask" in batch and not bool(batch["attention_mask"].all())
-        if "attention_mask" in batch and not masked:
-            batch.pop("attention_mask")  # transformers ignores a mask without padding
+        if not masked:
+            batch.pop("attention_mask", None)  # transformers ignores a mask without padding
         positions = int((batch["labels"][:, 1:] != IGNORED).sum())
+        config = self.model.config.get_text_config()
+        attention = config._attn_implementation
+        if flash or (attention == "sdpa" and not masked):
+            config._attn_implementation = FLASH
         try:
-            with self._attention(flash, masked), self._mode:
+            with self._mode:
                 fake = {
                     name: self._mode.from_tensor(value) if isinstance(value, Tensor) else value
                     for name, value in batch.items()
@@ -407,6 +384,8 @@ class MetaModel:
                 f"({type(error).__name__}: {first}); measure it: plugsft tune, or a run of a few "
                 "steps (train.steps=3)"
             ) from error
+        finally:
+            config._attn_implementation = attention
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
         fused = self.recipe.provides("fused_head")
@@ -434,18 +413,6 @@ class MetaModel:
             del head.forward
         return losses[0].sum()
 
-    @contextmanager
-    def _attention(self, flash: bool, masked: bool) -> Iterator[None]:
-        """Use the attention kernel that a run would use."""
-        config = self.model.config.get_text_config()
-        before = config._attn_implementation
-        if flash or (before == "sdpa" and not masked):
-            config._attn_implementation = FLASH
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
-
 
 def merge_documents(batch: Batch) -> Batch:
     """Merge the documents of a packed row into a few with the same total length."""
@@ -456,17 +423,6 @@ def merge_documents(batch: Batch) -> Batch:
     cuts = [total * number // DOCUMENTS for number in range(DOCUMENTS + 1)]
     parts = tuple(stop - start for start, stop in pairwise(cuts))
     return {**batch, "documents": parts}
-
-
-def state_of(optimizer: Any, weight: Tensor) -> dict[str, Any]:
-    """Return the state of a weight, in an optimizer or in those inside it."""
-    states = (each.state.get(weight) for each in optimizers_in(optimizer))
-    return next((state for state in states if state), {})
-
-
-def num_bytes(value: Any) -> int:
-    """Return the bytes of a tensor with several numbers; those of counters do not matter."""
-    return value.numel() * value.element_size() if isinstance(value, Tensor) and value.dim() else 0
 
 
 def _make_fake(model: Module) -> None:

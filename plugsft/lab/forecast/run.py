@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,29 +34,33 @@ EXPLAINED = {
 """What the rows of the table count."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command."""
-
-    gpus: str
-    memory: str | None
-    gpu: str | None
-    probe: bool
-
-
-def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
+def plan(
+    recipe: Recipe,
+    active: Active,
+    words: str,
+    gpus: str,
+    memory: str | None,
+    gpu: str | None,
+    probes: bool,
+) -> None:
     """Forecast the memory of each strategy; where nothing fits, find changes that would.
 
     `words`: the recipe and its changes, as in the command line.
     """
-    machines, per_machine = parse_gpus(options.gpus)
-    cluster = cluster_of(options, machines, per_machine, recipe.device == "cpu")
+    cpu = recipe.device == "cpu"
+    cluster = cluster_of(parse_gpus(gpus), memory, gpu, cpu or probes)
+    device, _, _ = this_device()
+    if probes and gpu and cluster.device not in device.replace(" ", "-"):
+        raise PlugsftError(
+            f"--probe: it measures this machine ({device}), not --gpu {cluster.device}; "
+            "remove one of the two"
+        )
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
-        if options.probe:
-            forecaster.scale = probe_and_report(forecaster, cluster)
+        if probes:
+            forecaster.scale = probe(forecaster.tables, cluster)
         with progress("tracing a step", 1, "micro-batch") as advance:
             _, traced = forecaster.trace({}, cluster.ranks)
             advance(1, "")
@@ -82,69 +85,54 @@ def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
-    """Return the machines and the GPUs of each from "8x8" or "16"."""
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip().lower())
-    machines, each = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if match is None or not machines or not each:
+    """The machines, and the GPUs of each: 8x8, or 16."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text.strip().lower())
+    if match is None:
         raise PlugsftError(f"--gpus: '{text}'; write it as 8 or, machines x GPUs, as 4x8")
-    if match[1] is None and each > PER_MACHINE and each % PER_MACHINE == 0:
+    machines, each = int(match[1] or 1), int(match[2])
+    if not match[1] and each > PER_MACHINE and each % PER_MACHINE == 0:
         return each // PER_MACHINE, PER_MACHINE
     return machines, each
 
 
 def parse_memory(text: str) -> float:
-    """Return the bytes of "80GiB"."""
+    """The bytes of 80GiB: a number alone could be of either unit."""
     if re.fullmatch(r"[\d.]+", text.strip()):
         raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GiB")
-    size = parse_size(text, "--memory")
-    if not size:
-        raise PlugsftError(f"--memory: '{text}'; write the memory of each GPU: 80GiB")
-    return size
+    return parse_size(text, "--memory")
 
 
-def cluster_of(options: Options, machines: int, per_machine: int, cpu: bool) -> Cluster:
-    """Return the GPUs that were asked for, or this machine's device."""
-    memory = parse_memory(options.memory) if options.memory else None
+def cluster_of(
+    gpus: tuple[int, int], memory: str | None, name: str | None, here: bool = False
+) -> Cluster:
+    """Choose the GPUs that were asked for, or this machine's device.
+
+    `here`: the memory is that of this machine, and not of some GPU.
+    """
     device, gpu, total = this_device()
-    if options.gpu:
-        name = options.gpu.upper()
-        if name not in GPU_MEMORY:
+    listed = 0
+    if name:
+        device, gpu = name.upper(), True
+        if device not in GPU_MEMORY:
             raise PlugsftError(
-                f"--gpu: unknown '{options.gpu}'{choices(name, GPU_MEMORY)}. For "
+                f"--gpu: unknown '{name}'{choices(device, GPU_MEMORY)}. For "
                 "another GPU, leave --gpu out and give its memory: --memory 24GiB"
             )
-        if options.probe and name not in device.replace(" ", "-"):
-            raise PlugsftError(
-                f"--probe: it measures this machine ({device}), not --gpu {name}; "
-                "remove one of the two"
-            )
-        listed = GPU_MEMORY[name]
-        cluster = Cluster(name, True, listed * GB, machines, per_machine, listed)
-    elif memory and not (gpu or cpu or options.probe):
-        cluster = Cluster(ANY, True, memory, machines, per_machine)
-    else:
-        # Ranks on the CPU share its memory.
-        cluster = Cluster(device, gpu, total / (1 if gpu else per_machine), machines, per_machine)
+        listed = GPU_MEMORY[device]
+        total = listed * GB
+    elif memory and not (gpu or here):
+        device, gpu = ANY, True
+    elif not gpu:
+        total /= gpus[1]  # ranks on the CPU share its memory
     if memory is None:
-        return cluster
-    if memory <= cluster.reserved:
+        return Cluster(device, gpu, total, *gpus, listed)
+    cluster = Cluster(device, gpu, parse_memory(memory), *gpus)
+    if cluster.memory <= cluster.reserved:
         raise PlugsftError(
-            f"--memory: {format_size(memory)} is no more than the {format_size(cluster.reserved)} "
-            f"that {cluster.reserved_for} take"
+            f"--memory: {format_size(cluster.memory)} is no more than the "
+            f"{format_size(cluster.reserved)} that {cluster.reserved_for} take"
         )
-    return replace(cluster, memory=memory, listed=0)
-
-
-def probe_and_report(forecaster: Forecaster, cluster: Cluster) -> float:
-    """Train real steps; say how far off the forecast was; return the factor of activations."""
-    result = probe(forecaster.tables, cluster)
-    error = result.forecast / result.measured - 1
-    measured, forecast = map(format_size, (result.measured, result.forecast))
-    say(
-        f"probe: measured {measured}, forecast {forecast} ({error:+.0%}), corrected below; "
-        f"{result.seconds:.3g} s a step of one rank on this machine"
-    )
-    return result.scale
+    return cluster
 
 
 def introduce(recipe: Recipe, forecaster: Forecaster, traced: Traced, cluster: Cluster) -> None:
@@ -188,18 +176,18 @@ def show_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
 
 
 def total_of(forecast: Forecast, cluster: Cluster) -> float:
-    """Return the bytes of a rank, with those that hold no tensors."""
+    """The bytes of a rank, with those that hold no tensors."""
     return forecast.memory.total + cluster.reserved
 
 
 def describe(forecast: Forecast, cluster: Cluster) -> str:
-    """Return a line about one strategy."""
+    """Say in a line what one strategy needs."""
     fits = "fits" if forecast.fits else "too much"
     return f"{format_size(total_of(forecast, cluster))} with {forecast.strategy.name}, {fits}"
 
 
 def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
-    """Return the command that starts the run."""
+    """The command that starts the run."""
     if strategy is SINGLE:
         return f"plugsft {words}"
     nodes = f" --nodes {cluster.machines} --node N --host HOST" if cluster.machines > 1 else ""
@@ -208,7 +196,7 @@ def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
 
 
 def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:
-    """Return the assumptions and limits of the forecast."""
+    """The assumptions and limits of the forecast."""
     lines = []
     after = [each.strategy.name for each in forecasts if each.memory.activations < 1e6]
     if after:

@@ -59,12 +59,14 @@ class Cluster:
     """GB on the data sheet, if `memory` comes from there."""
 
     def __str__(self) -> str:
-        memory = f"{format_size(self.memory)} each" if self.ranks > 1 else format_size(self.memory)
-        memory += f" ({self.listed} GB on the data sheet)" if self.listed else ""
+        memory = format_size(self.memory) + " each" * (self.ranks > 1)
+        if self.listed:
+            memory += f" ({self.listed} GB on the data sheet)"
         if not self.gpu:
             return f"CPU: {format_count(self.ranks, 'rank')} on this machine, {memory}"
-        each = f"{self.machines:,} machines with {self.per_machine} {self.device} each"
-        where = each if self.machines > 1 else f"{self.per_machine} {self.device}"
+        where = f"{self.per_machine} {self.device}"
+        if self.machines > 1:
+            where = f"{self.machines:,} machines with {where} each"
         return f"GPUs: {where}, {memory}"
 
     @property
@@ -83,18 +85,14 @@ class Cluster:
         return "driver, NCCL and gaps" if self.gpu else "Python and its libraries"
 
     def doubled(self) -> "Cluster":
-        """Return twice as many ranks: in the machine, or on more machines where it is full."""
-        full = self.machines > 1 or self.per_machine >= PER_MACHINE
-        machines, per_machine = (2, 1) if full else (1, 2)
-        return replace(
-            self,
-            machines=machines * self.machines,
-            per_machine=per_machine * self.per_machine,
-        )
+        """Twice as many ranks: in the machine, or on more machines where it is full."""
+        if self.machines > 1 or self.per_machine >= PER_MACHINE:
+            return replace(self, machines=2 * self.machines)
+        return replace(self, per_machine=2 * self.per_machine)
 
 
 def this_device() -> tuple[str, bool, float]:
-    """Return the name of this machine's GPU, or "CPU"; whether it is a GPU; its bytes."""
+    """The name of this machine's GPU, or "CPU"; whether it is a GPU; its bytes."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), True, torch.cuda.get_device_properties().total_memory
     return "CPU", False, look().memory
@@ -167,34 +165,26 @@ class Strategy:
 
 
 def peak_memory(strategy: Strategy, weights: Weights, trace: Trace, setting: Setting) -> Memory:
-    """Return the peak of a rank in a step after the first."""
+    """The peak of a rank in a step after the first, which makes the optimizer's states."""
     fixed = strategy.fixed(weights, setting)
     computed = trace.gradients / max(1, trace.gradients[-1])
     if setting.micro_batches > 1 or fixed.preallocated:
         # The first of several micro-batches has allocated all gradients.
         computed = np.ones_like(computed)
-    gradients = fixed.gradients * computed
-    layers, head = (trace.activations[owner] * setting.scale for owner in (LAYERS, HEAD))
-    reducing = fixed.reducing * (trace.gradients > 0)
-    moment = int((layers + head + gradients + reducing).argmax())
-    inside = Memory(
-        fixed.weights,
-        float(gradients[moment]),
-        fixed.optimizer,
-        float(layers[moment]),
-        float(head[moment]),
-        fixed.buffers + fixed.prefetch + float(reducing[moment]),
+    # After the moments of the trace comes the end of the backward pass, or the optimizer's step.
+    at_end = max(fixed.reducing, fixed.last_reduction, fixed.optimizer_step)
+    buffers = fixed.prefetch + fixed.reducing * (trace.gradients > 0)
+    layers, head = trace.activations[[LAYERS, HEAD]] * setting.scale
+    changing = np.array(
+        [
+            [*(fixed.gradients * computed), fixed.gradients],
+            [*layers, layers[-1]],
+            [*head, head[-1]],
+            [*buffers, at_end],
+        ]
     )
-    # At the end of the backward pass, or in the optimizer's step.
-    after = Memory(
-        fixed.weights,
-        fixed.gradients,
-        fixed.optimizer,
-        float(layers[-1]),
-        float(head[-1]),
-        fixed.buffers + max(fixed.reducing, fixed.last_reduction, fixed.optimizer_step),
-    )
-    return max(inside, after, key=lambda memory: memory.total)
+    gradients, stored, logits, buffer = changing[:, changing.sum(0).argmax()].tolist()
+    return Memory(fixed.weights, gradients, fixed.optimizer, stored, logits, fixed.buffers + buffer)
 
 
 def _process(setting: Setting) -> int:
