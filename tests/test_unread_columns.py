@@ -15,7 +15,7 @@ from plugsft.commands.data import inspect
 from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.formats import READ
+from plugsft.data.formats import READ_COLUMNS
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import REFUSED, WARNED, render_rows
@@ -59,7 +59,7 @@ def rendered(hook, rows, tokenizer, **data):
 
 
 def test_every_format_is_here():
-    assert READ.keys() | {"preference"} == ROWS.keys()
+    assert READ_COLUMNS.keys() | {"preference"} == ROWS.keys()
 
 
 @settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
@@ -74,7 +74,7 @@ def test_every_format_is_here():
 )
 def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind, extras, renamed):
     """Whatever the format, the column and its neighbours; and ignored, it changes nothing."""
-    read = READ.get(kind, PAIRED)
+    read = READ_COLUMNS.get(kind, PAIRED)
     extras = [{k: v for k, v in extra.items() if k not in read} for extra in extras]
     # Text with both answers is taken for preferences, and refused as a whole.
     assume(kind != "text" or not {"chosen", "rejected"} <= {name for one in extras for name in one})

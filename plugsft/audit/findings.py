@@ -100,7 +100,7 @@ def judge_chats(sample: Sample, work: ShardWriter, opened: OpenSource, active: A
         named = renamed(row, work.data)
         try:
             conversation = read_chat(kind, named)
-            text = "\n".join(text for text, _ in chat.render(conversation).texts)
+            text = "\n".join("".join(parts) for parts in chat.examples(conversation).examples)
         except BadRow:
             continue
         for message in conversation.messages:

@@ -220,8 +220,8 @@ def _header(work: ShardWriter) -> str:
         return ""
     try:
         chat = Chat(work.tokenizer, work.data)
-        question = chat.write([ASK], chat.variables)[0]
-        prompt = chat.write([ASK], {**chat.variables, "add_generation_prompt": True})[0]
+        question = chat.write([ASK])
+        prompt = chat.write([ASK], add_generation_prompt=True)
     except (BadRow, DataError):
         return ""  # the rows are no chats, or the template refuses a question alone
     return prompt.removeprefix(question) if prompt.startswith(question) else ""
