@@ -5,7 +5,6 @@ Columns that nothing reads, though they change the meaning of a row, are refused
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, compress
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..base.errors import DataError, PluginError
-from ..base.types import Rendered, Row
+from ..base.types import Rendered, Row, Span
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weight
@@ -30,9 +29,10 @@ from .formats import (
     read_text,
     read_weight,
 )
-from .outlines import ChatExamples
 
 T = TypeVar("T")
+Spelled = tuple[list[tuple[str, list[Span]]], list[str]]
+"""The examples of a row, each a text and its trained spans, and warnings."""
 LABELS, PAIRS, SCORES = (
     Capability.bundled(name).table
     for name in ("labelled_answers", "preference_pairs", "reward_model")
@@ -44,7 +44,7 @@ READERS = {
     "margin": SCORES,
 }
 """Column -> the bundled plugins that read it."""
-REFUSED = {
+CHANGES_MEANING = {
     "label": "tells good answers from bad ones",
     **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare"),
     WEIGHT: "says how much a row counts",
@@ -61,7 +61,7 @@ REFUSED = {
     ),
 }
 """Columns that change the meaning of a row -> their own meaning."""
-WARNED = {
+HARDLY_CHANGES = {
     **dict.fromkeys(
         ("score", "scores", "reward", "rewards", "rating"),
         "says how good a row is ([data.columns] weight can weigh rows by it)",
@@ -105,19 +105,18 @@ def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) 
     if kind in TEXTS:
         every = kind == "text" or data.train_on == "all"
         result.mask = EVERY if every else COMPLETION
-        examples_of = partial(_text_examples, kind, tokenizer.eos_token, every)
+        read = partial(_read_text, kind, tokenizer.eos_token, every)
     else:
         chat = Chat(tokenizer, data)
         result.mask = chat.mask
-        examples_of = partial(_chat_examples, kind, chat)
-    for number, found in read_rows(rows, examples_of, result):
-        for turn, parts in enumerate(found.examples):
-            ends = [*accumulate(map(len, parts), initial=0)]
-            result.texts.append("".join(parts))
-            result.spans.append([*zip(ends[1::2], ends[2::2], strict=False)])
+        read = partial(_read_chat, kind, chat)
+    for number, (examples, warnings) in read_rows(rows, read, result):
+        for turn, (text, spans) in enumerate(examples):
+            result.texts.append(text)
+            result.spans.append(spans)
             result.rows.append(number)
             result.turns.append(turn)
-        for warning in found.warnings:
+        for warning in warnings:
             result.warnings.setdefault(warning, []).append(number)
     return result
 
@@ -139,31 +138,33 @@ def read_rows(
         result.columns[WEIGHT] = weights
 
 
-def _chat_examples(kind: str, chat: Chat, row: Row) -> ChatExamples:
+def _read_chat(kind: str, chat: Chat, row: Row) -> Spelled:
     conversation = read_chat(kind, row)
     found = chat.examples(conversation)
-    for parts in found.examples:
-        _ensure_usable(parts)
-    return replace(found, warnings=[*check_order(conversation.messages), *found.warnings])
+    warnings = [*check_order(conversation.messages), *found.warnings]
+    return [*map(_spell, found.examples)], warnings
 
 
-def _text_examples(kind: str, end: str, every: bool, row: Row) -> ChatExamples:
+def _read_text(kind: str, end: str, every: bool, row: Row) -> Spelled:
     prompt = "" if kind == "text" else read_text(row, "prompt", allow_empty=True)
     answer = read_text(row, kind)
     if not answer.endswith(end):
         answer += end
-    parts = ["", prompt + answer] if every else [prompt, answer]
-    _ensure_usable(parts)
-    return ChatExamples([parts])
+    return [_spell(["", prompt + answer] if every else [prompt, answer])], []
 
 
-def _ensure_usable(parts: Parts) -> None:
-    try:
-        "".join(parts).encode("utf-16-le")  # the fastest codec that refuses lone surrogates
-    except UnicodeEncodeError:
-        raise BadRow("half a character (a lone surrogate)") from None
+def _spell(parts: Parts) -> tuple[str, list[Span]]:
+    """The text of an example, and where it is trained."""
+    text = "".join(parts)
+    if not text.isascii():
+        try:
+            text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
+        except UnicodeEncodeError:
+            raise BadRow("half a character (a lone surrogate)") from None
     if not any(parts[1::2]):
         raise BadRow("no trained token")
+    ends = [*accumulate(map(len, parts), initial=0)]
+    return text, [*zip(ends[1::2], ends[2::2], strict=False)]
 
 
 def without(row: Row, columns: Collection[str]) -> Row:
@@ -186,7 +187,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
             continue
         told = [name for name, value in values.items() if value not in (None, [], "")]
         for name in told:
-            if meaning := REFUSED.get(name.lower()):
+            if meaning := CHANGES_MEANING.get(name.lower()):
                 reader = READERS.get(name.lower())
                 add = f"add {reader} to learn from it, or " if reader else ""
                 rendered.bad[number] = (
@@ -196,7 +197,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
         if number in rendered.bad:
             continue
         for name in told:
-            if meaning := WARNED.get(name.lower()):
+            if meaning := HARDLY_CHANGES.get(name.lower()):
                 reader = READERS.get(name.lower())
                 does = f" ({reader} does)" if reader else ""
                 warning = f"'{name}' {meaning}, and nothing reads it{does}"

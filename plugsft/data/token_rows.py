@@ -25,7 +25,7 @@ IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "positio
 TRAINED = (LABELS, "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which tokens are trained."""
 DOCUMENTS = "seq_lengths"
-READ = {
+READ_COLUMNS = {
     *(IDS, *TRAINED, PADDING, PLACES, WEIGHT, DOCUMENTS),
     *("length", "token_type_ids", "num_truncated_tokens"),
 }
@@ -45,7 +45,7 @@ def read_tokens(
     rows: list[Row], tokenizer: Tokenizer, data: Data
 ) -> tuple[Rendered, Encoded, Mask]:
     """Read rows of tokens: as rendered, as encoded, and which tokens are trained."""
-    result = Rendered(read=READ)
+    result = Rendered(read=READ_COLUMNS)
     judge_columns(rows, result, data)
     own = _masks_of(lead_row(rows, data))
     told = " and ".join(own) or "neither"

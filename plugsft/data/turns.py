@@ -53,7 +53,7 @@ RESULT: Row = {
 class Refused(BadRow):
     """A chat that the template does not write as it is served: what the template does.
 
-    `Chat.render_alone` adds the cure.
+    `Chat.examples_by_turn` adds the cure.
     """
 
 
@@ -68,7 +68,7 @@ class TurnFinder:
     """Finds a token that ends an answer."""
     end: str
     """The stop token of templates that write none."""
-    _closed: set[str] = field(default_factory=set)
+    _no_thoughts: set[str] = field(default_factory=set)
     """Ends of prompts that leave no thought open: a header such as <|assistant|>."""
 
     def find(self, messages: list[Row], number: int) -> Parts:
@@ -152,7 +152,7 @@ class TurnFinder:
 
         The turn gets a thought to find it. None if the prompt leaves no thought open.
         """
-        if opening in self._closed:
+        if opening in self._no_thoughts:
             return None
         for inline in (False,) if turn.get("tool_calls") else (False, True):
             thoughtful = with_thought(turn, THOUGHT, inline)
@@ -161,7 +161,7 @@ class TurnFinder:
                 rest = _without_opening(written.removeprefix(prompt), opening)
                 if written.startswith(prompt) and rest.lstrip().startswith(THOUGHT):
                     return thoughtful, written, rest.replace(THOUGHT, "", 1)
-        self._closed.add(opening)
+        self._no_thoughts.add(opening)
         return None
 
     def _split_thought(self, before: list[Row], turn: Row, prompt: str) -> tuple[Row, str] | None:
