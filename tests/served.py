@@ -107,7 +107,7 @@ def chat_of(source, day="", without=""):
     names = {"eos_token": end, "bos_token": "<s>"}
     light = Tokenizer(backend, source, names, more_stops=tuple(stops), day=day)
     chat = Chat(light, Data(source="x"))
-    chat.source, chat.options = source, {}
+    chat.source, chat.options, chat.tokenizer = source, {}, light
     return chat
 
 
@@ -119,8 +119,12 @@ def conversation(turns, tools=False):
 
 def examples_of(chat, turns, tools=False):
     """The prompt and the answer of each trained turn."""
-    texts = chat.render(conversation(turns, tools)).texts
-    return [(text[:start], text[start:stop]) for text, spans in texts for start, stop in spans]
+    examples = chat.examples(conversation(turns, tools)).examples
+    return [
+        ("".join(parts[:answer]), parts[answer])
+        for parts in examples
+        for answer in range(1, len(parts), 2)
+    ]
 
 
 def served(chat, turns, tools, prompt):

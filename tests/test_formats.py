@@ -70,9 +70,9 @@ def test_sharegpt_s_tools():
     ]
     assert talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
-    assert reason(row, "conversations") == "a function call is not JSON"
+    assert reason(row, "conversations") == "a call is not an object with a name, or its JSON"
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
-    assert reason(row, "conversations") == "'tool_calls' is not a list of calls with names"
+    assert reason(row, "conversations") == "a call is not an object with a name, or its JSON"
 
 
 def test_alpaca():
@@ -132,9 +132,8 @@ def test_tools_are_a_list_or_its_json():
         assert read_chat("messages", {**row, "tools": given}).tools == [TOOL]
     for nothing in (None, "", [], "[]"):
         assert read_chat("messages", {**row, "tools": nothing}).tools is None
-    assert reason({**row, "tools": "{"}) == "'tools' is not JSON"
-    for wrong in ({"a": 1}, ["look_up"], 3, '"x"'):
-        assert reason({**row, "tools": wrong}) == "'tools' is not a list of tools"
+    for wrong in ("{", {"a": 1}, ["look_up"], 3, '"x"'):
+        assert reason({**row, "tools": wrong}) == "'tools' is not a list of tools, or its JSON"
 
 
 def test_a_row_s_own_variables():
@@ -206,7 +205,7 @@ def test_turns_without_words():
         assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
     for wrong in ("look_up", [3], [{"function": {}}], [{"function": "look_up"}]):
         row = {"messages": [ASK, {**called, "tool_calls": wrong}]}
-        assert reason(row) == "'tool_calls' is not a list of calls with names"
+        assert reason(row) == "a call is not an object with a name, or its JSON"
 
 
 def test_a_row_without_the_columns_names_those_it_has():

@@ -33,12 +33,11 @@ def ask(words):
     return {"role": "user", "content": words}
 
 
-def outcome(render, turns):
+def outcome(examples, turns):
     try:
-        rendered = render(conversation(turns))
+        return examples(conversation(turns))
     except BadRow as error:
         return str(error)
-    return rendered.texts, rendered.warnings
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -49,19 +48,19 @@ def test_chats_that_fill_outlines_are_those_rendered_alone(name):
         turns = [{"role": "system", "content": choose.choice(words)}] * (number % 5 == 0)
         for _ in range(choose.randint(1, 3)):
             turns += [ask(choose.choice(words)), answer(choose.choice(words))]
-        assert outcome(chat.render, turns) == outcome(chat.render_alone, turns), turns
-    refused = isinstance(outcome(chat.render, [ask("a"), answer("b")]), str)
+        assert outcome(chat.examples, turns) == outcome(chat.examples_by_turn, turns), turns
+    refused = isinstance(outcome(chat.examples, [ask("a"), answer("b")]), str)
     assert chat.outlines.filled >= 15 or refused
 
 
 def test_later_chats_of_a_shape_are_rendered_once(monkeypatch):
     chat, written = chat_of(TEMPLATES["qwen3"]), []
-    own = chat.write
-    monkeypatch.setattr(chat, "write", lambda *args: written.append(1) or own(*args))
+    own = chat._write
+    monkeypatch.setattr(chat, "_write", lambda *args: written.append(1) or own(*args))
     counts = []
     for number in range(1, 9):
         written.clear()
-        chat.render(conversation([ask("who?"), answer(f"owl {number}")] * 8))
+        chat.examples(conversation([ask("who?"), answer(f"owl {number}")] * 8))
         counts.append(len(written))
     assert counts[0] > 16 and [counts[n - 1] for n in (3, 5, 6, 7)] == [1] * 4, counts
     assert counts[7] > 16, "the chat whose number is a power of two is compared"
@@ -80,6 +79,6 @@ def test_a_template_that_looks_into_words_unseen_is_found():
     source += "{{ '</s>' if messages[0].content|length > 8 }}{% endif %}"
     chat = chat_of(source)
     for _ in range(3):
-        chat.render(conversation([ask("a"), answer("b")]))
+        chat.examples(conversation([ask("a"), answer("b")]))
     with pytest.raises(AssertionError, match="please report it, with the template"):
-        chat.render(conversation([ask("a long question"), answer("b")]))
+        chat.examples(conversation([ask("a long question"), answer("b")]))

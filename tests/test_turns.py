@@ -22,6 +22,7 @@ from served import (
     thought,
 )
 
+from plugsft.data.chat import WHOLE
 from plugsft.data.formats import BadRow
 
 WORDS = ("a", "1", "end", "assistant", '"}', "<b>html</b>", "\u65e5\u672c\u8a9e", "  spaced  ")
@@ -102,13 +103,14 @@ def test_gpt_oss_ends_each_answer_as_a_server_does():
 
 def test_a_lost_call_is_refused_though_all_that_it_says_stands_elsewhere():
     chat = chat_of(TEMPLATES["gptoss"])
-    chat.train_on = "all"
+    chat.train_on, chat.mask = "all", WHOLE
     rain = {"role": "tool", "content": "weather in Bergen, 4 days: rain; weather of Oslo, 3 days"}
     turns = [ASK, answer("", tool_calls=[OSLO, BERGEN]), rain, answer("weather: rain in Bergen.")]
     with pytest.raises(BadRow, match="leaves out 'weather' of a call"):
-        chat.render(conversation(turns, tools=True))
+        chat.examples(conversation(turns, tools=True))
     turns[1] = answer("", tool_calls=[OSLO])
-    assert "Oslo" in chat.render(conversation(turns, tools=True)).texts[0][0]
+    (parts,) = chat.examples(conversation(turns, tools=True)).examples
+    assert "Oslo" in "".join(parts)
 
 
 def test_equal_numbers_of_other_types_are_other_values_of_a_call():
@@ -128,8 +130,8 @@ def test_no_word_of_the_next_message_is_trained(kind):
 
 def test_qwen3_gives_an_example_for_each_answer():
     chat = chat_of(TEMPLATES["qwen3"])
-    rendered = chat.render(conversation(CHATS["plain"]))
-    assert len(rendered.texts) == 2 and len(rendered.warnings) == 1
+    found = chat.examples(conversation(CHATS["plain"]))
+    assert len(found.examples) == 2 and len(found.warnings) == 1
     header, empty = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
     first = f"<|im_start|>user\nWhat is 2+2?<|im_end|>\n{header}"
     second = f"{first}It is 4.<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n{header}"

@@ -15,10 +15,10 @@ from plugsft.commands.data import inspect
 from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.formats import READ
+from plugsft.data.formats import READ_COLUMNS
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
-from plugsft.data.render import REFUSED, WARNED, render_rows
+from plugsft.data.render import CHANGES_MEANING, HARDLY_CHANGES, render_rows
 from plugsft.data.slices import render
 from plugsft.recipe.tables import Data
 from plugsft.registry.load import resolve
@@ -27,7 +27,7 @@ from plugsft.tokens.tokenizer import lighten
 # PLUGSFT_FULL=1 (tools/test --full) makes this many.
 COUNT = 1_000 if os.environ.get("PLUGSFT_FULL") == "1" else 60
 PAIRED = {"prompt", "chosen", "rejected", "system", "tools", "chat_template_kwargs", "weight"}
-TELLING = [*REFUSED, *WARNED]
+TELLING = [*CHANGES_MEANING, *HARDLY_CHANGES]
 NOTHING = [None, [], ""]
 VALUES = [*NOTHING, False, True, 0, 1, 0.5, "x", ["x"], [0], {"bytes": "x"}]
 
@@ -59,7 +59,7 @@ def rendered(hook, rows, tokenizer, **data):
 
 
 def test_every_format_is_here():
-    assert READ.keys() | {"preference"} == ROWS.keys()
+    assert READ_COLUMNS.keys() | {"preference"} == ROWS.keys()
 
 
 @settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
@@ -74,7 +74,7 @@ def test_every_format_is_here():
 )
 def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind, extras, renamed):
     """Whatever the format, the column and its neighbours; and ignored, it changes nothing."""
-    read = READ.get(kind, PAIRED)
+    read = READ_COLUMNS.get(kind, PAIRED)
     extras = [{k: v for k, v in extra.items() if k not in read} for extra in extras]
     # Text with both answers is taken for preferences, and refused as a whole.
     assume(kind != "text" or not {"chosen", "rejected"} <= {name for one in extras for name in one})
@@ -87,17 +87,17 @@ def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind
         rows = [{columns.get(k, k): v for k, v in row.items()} for row in rows]
     plain = rendered(hooks(kind), [ROWS[kind]], tokenizer)
     found = rendered(hooks(kind), rows, tokenizer, columns=columns)
-    wrong = {number for number, names in enumerate(telling) if names & REFUSED.keys()}
+    wrong = {number for number, names in enumerate(telling) if names & CHANGES_MEANING.keys()}
     assert found.bad.keys() == wrong
     for number in wrong:
-        [name] = [name for name in REFUSED if found.bad[number].startswith(f"'{name}' ")]
+        [name] = [name for name in CHANGES_MEANING if found.bad[number].startswith(f"'{name}' ")]
         assert name in telling[number]
         assert f'set data.ignore = ["{name}"] to train without it' in found.bad[number]
     good = [number for number in range(len(rows)) if number not in wrong]
     sequences = len(plain.texts)
     assert found.texts == plain.texts * len(good) and found.spans == plain.spans * len(good)
     assert found.rows == [number for number in good for _ in range(sequences)]
-    for name in WARNED:
+    for name in HARDLY_CHANGES:
         about = [where for said, where in found.warnings.items() if said.startswith(f"'{name}' ")]
         expected = [number for number in good if name in telling[number]]
         assert about == ([expected] if expected else [])

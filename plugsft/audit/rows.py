@@ -215,8 +215,8 @@ def _header(work: ShardWriter) -> str:
         return ""
     try:
         chat = Chat(work.tokenizer, work.data)
-        question = chat.write([ASK], chat.variables)[0]
-        prompt = chat.write([ASK], {**chat.variables, "add_generation_prompt": True})[0]
+        question = chat.write([ASK])
+        prompt = chat.write([ASK], add_generation_prompt=True)
     except (BadRow, DataError):
         return ""  # the rows are no chats, or the template refuses a question alone
     return prompt.removeprefix(question) if prompt.startswith(question) else ""
@@ -269,7 +269,7 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
             continue
         try:
             conversation = read_chat(kind, renamed(row, work.data))
-            text = "\n".join(text for text, _ in chat.render(conversation).texts)
+            text = "\n".join("".join(parts) for parts in chat.examples(conversation).examples)
         except BadRow:
             continue
         for message in conversation.messages:

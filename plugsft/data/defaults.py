@@ -51,7 +51,9 @@ class DataDefaults:
 
         def opens(made: Path) -> bool:
             with suppress(DataError):
-                return is_whole(made) and read(made) is not None
+                if is_whole(made):
+                    read(made)
+                    return True
             return False
 
         build(folder, opens)

@@ -18,7 +18,7 @@ from ..base.types import Row
 from ..recipe.tables import FORMATS, short
 from ..tokens.schema import WEIGHT, WEIGHT_RANGE, is_weight
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
@@ -29,15 +29,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
 WITHOUT_WORDS = {"role", "name", "tool_call_id"}
 """Keys of a message that may come without content: a column may be null."""
-FLAGS = {"train": ((True, False), "true or false"), "weight": ((0, 1), "0 or 1")}
-"""Keys by which a message says whether it is trained -> their values."""
+FLAGS = {"train": "true or false", "weight": "0 or 1"}
+"""Keys by which a message says whether it is trained -> their values. A row's weight is another."""
 KEYS = ("content", "tool_calls", *FLAGS)
 """Other keys of a message; templates may read more."""
 KNOWN = {*WITHOUT_WORDS, *REASONING, *KEYS}
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
 _CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
-READ = {
+READ_COLUMNS = {
     "messages": {"messages", *_CHAT_COLUMNS},
     "conversations": {"conversations", "system", *_CHAT_COLUMNS},
     "conversation": {"conversation", "system", *_CHAT_COLUMNS},
@@ -47,6 +47,10 @@ READ = {
     "text": {"text", WEIGHT},
 }
 """Format -> the columns that are read."""
+
+
+Parts = list[str]
+"""A text in parts: not trained and trained in turn."""
 
 
 class BadRow(ValueError):
@@ -71,16 +75,16 @@ def read_turns(turns: list[Any]) -> Conversation:
     """Read turns; plain turns, which are the most frequent, are not copied."""
     if all(map(_is_plain, turns)):
         return Conversation(turns)
-    chat = Conversation([*map(_message, turns)])
+    chat = Conversation([*map(_read_turn, turns)])
     for number, message in enumerate(chat.messages):
-        flags = [_flag(message, key) for key in FLAGS if message.get(key) is not None]
+        flags = [_read_flag(message, key) for key in FLAGS if key in message]
         if flags:
             chat.flags[number] = all(flags)
     return chat
 
 
 def check_order(messages: list[Row]) -> list[str]:
-    """Return warnings about an unusual order of turns."""
+    """Warn of an unusual order of turns."""
     roles = [message["role"] for message in messages]
     repeated = [role for role in ("assistant", "user") if (role, role) in pairwise(roles)]
     warnings = [f"two turns of the {role} in a row" for role in repeated]
@@ -90,37 +94,36 @@ def check_order(messages: list[Row]) -> list[str]:
 
 
 def _is_plain(turn: Any) -> bool:
-    try:
-        content = turn["content"]
-        return len(turn) == 2 and turn["role"] in ROLES and type(content) is str and content != ""
-    except (TypeError, LookupError):
+    if not isinstance(turn, dict) or len(turn) != 2:
         return False
+    content = turn.get("content")
+    return type(content) is str and content != "" and turn.get("role") in ROLES
 
 
-def _message(turn: Any) -> Row:
+def _read_turn(turn: Any) -> Row:
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
         turn = _from_sharegpt(turn)
     if not isinstance(turn, dict) or "role" not in turn:
         raise BadRow("a turn has no role")
     # As in transformers: tables give every message the fields of all messages.
     message = {key: item for key, item in turn.items() if item not in (None, [])}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in ROLES:
+    role, content = message.get("role"), message.get("content", "")
+    if role not in ROLES:
         raise BadRow(f"unknown role {role!r}")
     if isinstance(content, list):
         content = "".join(_part_text(part, role) for part in content)
-    if not isinstance(content, str | None):
+    if not isinstance(content, str):
         raise BadRow(f"a turn of the {role} is not text")
     for key in message.keys() - KNOWN:
         if meant := _meant(key):
             raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant[0]}'?")
     if message.get("tool_calls"):
-        message["tool_calls"] = _calls(message["tool_calls"])
-    elif "content" not in turn and {*message} - WITHOUT_WORDS:
-        value_of(message, "content", "turn")  # a misspelt one would be lost
+        message["tool_calls"] = _read_calls(message["tool_calls"])
+    elif "content" not in turn and message.keys() - WITHOUT_WORDS:
+        require(message, "content", "turn")  # a misspelt one would be lost
     elif not content and role in ("user", "assistant"):
         raise BadRow(f"an empty turn of the {role}")
-    message["content"] = content or ""
+    message["content"] = content
     for name in REASONING:
         if name in message:  # as in transformers, under each key that templates read
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
@@ -129,7 +132,7 @@ def _message(turn: Any) -> Row:
 
 @cache
 def _meant(key: str) -> list[str]:
-    """Return the known key that another one of a turn is like."""
+    """The known key that another one of a turn is like."""
     return get_close_matches(key, KEYS, 1, 0.8)
 
 
@@ -137,58 +140,52 @@ def _from_sharegpt(turn: Row) -> Row:
     message = {"content" if key == "value" else key: item for key, item in turn.items()}
     speaker = message.pop("from")
     if speaker in ("function_call", "tool_call"):
-        calls = parse_value(message.pop("content", None), "a function call")
-        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = _parsed(message.pop("content", None))
     return {**message, "role": SPEAKERS.get(str(speaker), speaker)}
 
 
 def _part_text(part: Any, role: str) -> str:
-    """Return the text of a content part, in OpenAI's format."""
+    """The text of a content part, in OpenAI's format."""
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise BadRow(f"a part of a turn of the {role} is not text ({kind})")
     return str(part["text"])
 
 
-def _calls(calls: Any) -> list[Row]:
+def _read_calls(calls: Any) -> list[Row]:
     """Read calls as servers give them to templates: functions whose arguments are objects."""
-    read = []
-    for call in calls if isinstance(calls, list) else [None]:
-        rest = {**call} if isinstance(call, dict) else {}
-        function = rest.pop("function", None)
-        if function is None:  # a call without the outer object
-            function = {key: rest.pop(key) for key in ("name", "arguments") if key in rest}
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow("'tool_calls' is not a list of calls with names")
-        arguments = function.get("arguments")
-        with suppress(BadRow):
-            arguments = parse_value(arguments, "")
-        if not isinstance(arguments, dict):
-            raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
-        function = {**function, "arguments": arguments}
-        read.append({"type": "function", **rest, "function": function})
-    return read
+    return [*map(_read_call, calls if isinstance(calls, list) else [calls])]
 
 
-def _flag(message: Row, key: str) -> bool:
-    values, meant = FLAGS[key]
-    if message[key] not in values:
-        raise BadRow(f"'{key}' of a turn is {message[key]!r}, and should be {meant}")
+def _read_call(call: Any) -> Row:
+    rest = {**call} if isinstance(call, dict) else {}
+    function = rest.pop("function", None)
+    if function is None:  # a call without the outer object
+        function = {key: rest.pop(key) for key in ("name", "arguments") if key in rest}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a call is not an object with a name, or its JSON")
+    arguments = _parsed(function.get("arguments"))
+    if not isinstance(arguments, dict):
+        raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def _read_flag(message: Row, key: str) -> bool:
+    if message[key] not in (0, 1):  # and so are False and True
+        raise BadRow(f"'{key}' of a turn is {message[key]!r}, and should be {FLAGS[key]}")
     return bool(message[key])
 
 
-def parse_value(value: Any, name: str) -> Any:
-    """Parse a value that may be JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        raise BadRow(f"{name} is not JSON") from None
+def _parsed(value: Any) -> Any:
+    """A value that may be written as JSON."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return parse_json(value)
+    return value
 
 
 def format_of(row: Row) -> str | None:
-    """Return the format of rows with the columns of this one; None if no format has them."""
+    """The format of rows with the columns of this one; None if no format has them."""
     name = next((name for name, needed in FORMATS.items() if row.keys() >= {*needed}), None)
     if name == "completion" and isinstance(row[name], list):
         return "chat completion"
@@ -197,19 +194,19 @@ def format_of(row: Row) -> str | None:
 
 def read_chat(kind: str, row: Row) -> Conversation:
     """Read a row of a format as a conversation."""
-    prompt: list[Any] = []
-    if kind == "chat completion":
-        prompt, turns = _turns(row, "prompt"), _turns(row, "completion")
+    prompt = _list_of_turns(row, "prompt") if kind == "chat completion" else []
+    if kind == "alpaca":
+        turns = [*_alpaca(row)]
     else:
-        turns = [*_alpaca(row)] if kind == "alpaca" else _turns(row, kind)
-        if kind != "messages" and row.get("system"):
-            turns = [{"role": "system", "content": read_text(row, "system")}, *turns]
+        turns = _list_of_turns(row, "completion" if prompt else kind)
+    if row.get("system") and "system" in READ_COLUMNS[kind]:
+        turns = [{"role": "system", "content": read_text(row, "system")}, *turns]
     chat = read_turns(prompt + turns if prompt else turns)
     chat.num_prompt = len(prompt)
     if len(row) > 1:
-        chat.tools = parse_value(row.get("tools") or None, "'tools'") or None
-        if not _are_objects(chat.tools or []):
-            raise BadRow("'tools' is not a list of tools")
+        chat.tools = _parsed(row.get("tools") or None) or None
+        if not _are_all(dict, chat.tools or []):
+            raise BadRow("'tools' is not a list of tools, or its JSON")
         chat.variables = row.get("chat_template_kwargs")
         if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is not an object")
@@ -217,7 +214,7 @@ def read_chat(kind: str, row: Row) -> Conversation:
 
 
 def read_weight(row: Row) -> float:
-    """Return how much a row counts: its `weight`, 1 by default."""
+    """How much a row counts: its `weight`, 1 by default."""
     weight = row.get(WEIGHT)
     if weight in (None, [], ""):
         return 1.0
@@ -227,8 +224,8 @@ def read_weight(row: Row) -> float:
 
 
 def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
-    """Return the text of a column."""
-    value = value_of(row, column)
+    """Read the text of a column."""
+    value = require(row, column)
     if not isinstance(value, str):
         raise BadRow(f"'{column}' is not text")
     if not value and not allow_empty:
@@ -238,28 +235,24 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
 
 def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
-    if not isinstance(history, list) or not all(map(_is_pair, history)):
+    if not _are_all(list, history) or any(len(pair) != 2 for pair in history):
         raise BadRow("'history' is not a list of pairs")
     for asked, told in history:
         yield {"role": "user", "content": asked}
         yield {"role": "assistant", "content": told}
-    parts = [read_text(row, "instruction", allow_empty=True)]
+    asked = [read_text(row, "instruction", allow_empty=True)]
     if row.get("input"):
-        parts.append(read_text(row, "input"))
-    yield {"role": "user", "content": "\n".join(filter(None, parts))}
+        asked.append(read_text(row, "input"))
+    yield {"role": "user", "content": "\n".join(filter(None, asked))}
     yield {"role": "assistant", "content": read_text(row, "output")}
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
+def _are_all(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _are_objects(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
-
-
-def value_of(row: Row, column: str, what: str = "row") -> Any:
-    """Return the value of a column, or of a key of a turn; refuse one that is missing or null."""
+def require(row: Row, column: str, what: str = "row") -> Any:
+    """The value of a column, or of a key of a turn; refuses one that is missing or null."""
     if column not in row:
         others = ", ".join(sorted(row)[:8]) or "no columns"
         raise BadRow(f"no '{column}': the {what} has {others}")
@@ -268,8 +261,8 @@ def value_of(row: Row, column: str, what: str = "row") -> Any:
     return row[column]
 
 
-def _turns(row: Row, column: str) -> list[Any]:
-    turns = value_of(row, column)
+def _list_of_turns(row: Row, column: str) -> list[Any]:
+    turns = require(row, column)
     if not isinstance(turns, list) or not turns:
         raise BadRow(f"'{column}' is not a list of turns, or is empty")
     return turns

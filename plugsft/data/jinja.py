@@ -1,4 +1,4 @@
-"""Render chat templates, with the spans that their {% generation %} blocks mark.
+"""Write chats with their templates, and find what {% generation %} blocks mark.
 
 The texts are those of transformers, which would import torch: a worker starts faster without it.
 """
@@ -6,7 +6,6 @@ The texts are those of transformers, which would import torch: a worker starts f
 import json
 import secrets
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +17,10 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, missing
 
-from ..base.types import Row, Span
+from ..base.types import Row
+from .formats import Parts
 
-# Marks around generation blocks, random so that no data contains them. `render` removes them.
+# Marks around generation blocks, random so that no data contains them. `write` removes them.
 BEGIN_MARK, END_MARK = (f"\0{secrets.randbits(64)}{side}" for side in "()")
 DICT_ATTRIBUTES = frozenset(dir(dict))
 SAFE = {(LoopContext, name) for name in ("first", "index", "index0", "last", "length")} | {
@@ -40,6 +40,18 @@ class CompiledTemplate:
     """Names of the variables that it reads."""
     searched: frozenset[str]
     """Texts that it may compare with others or look for in them."""
+
+    def write(self, messages: list[Row], variables: dict[str, Any]) -> Parts:
+        """Write messages: the text outside of generation blocks and inside, in turn."""
+        marked = self.template.render({**variables, "messages": messages})
+        first, *blocks = marked.split(BEGIN_MARK)
+        parts = [first]
+        for block in blocks:
+            inside, mark, outside = block.partition(END_MARK)
+            if not mark or END_MARK in outside:
+                raise TemplateError("its generation blocks are nested")
+            parts += (inside, outside)
+        return parts
 
 
 class _Generation(Extension):
@@ -74,21 +86,9 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _now(date_format: str) -> str:
-    return datetime.now().strftime(date_format)
-
-
-def _json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON; Jinja's own filter would escape it for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write JSON; Jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 @lru_cache(maxsize=16)
@@ -98,34 +98,14 @@ def compile_template(source: str) -> CompiledTemplate:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": _now,
-    }
+    environment.globals["raise_exception"] = _raise
     template, tree = environment.from_string(source), environment.parse(source)
     # Each rendering copies the globals, and a plain dict is copied faster than Jinja's ChainMap.
     template.globals = dict(template.globals)
     marked = any(node.data == BEGIN_MARK for node in tree.find_all(nodes.TemplateData))
     variables = frozenset(find_undeclared_variables(tree))
-    # Not those that it writes.
+    # Not those that it only writes.
     users = (nodes.Assign, nodes.Call, nodes.Compare, nodes.Filter, nodes.Test)
     constants = (value for node in tree.find_all(users) for value in node.find_all(nodes.Const))
     searched = frozenset(one.value for one in constants if isinstance(one.value, str))
     return CompiledTemplate(template, marked, variables, searched - {""})
-
-
-def render(
-    template: CompiledTemplate, messages: list[Row], variables: dict[str, Any]
-) -> tuple[str, list[Span]]:
-    """Return a conversation's text, and the spans that the template marks."""
-    marked = template.template.render({**variables, "messages": messages})
-    first, *blocks = marked.split(BEGIN_MARK)
-    texts, spans, end = [first], [], len(first)
-    for block in blocks:
-        inside, mark, outside = block.partition(END_MARK)
-        if not mark or END_MARK in outside:
-            raise TemplateError("its generation blocks are nested")
-        texts += (inside, outside)
-        spans.append((end, end + len(inside)))
-        end += len(inside) + len(outside)
-    return "".join(texts), spans

@@ -15,10 +15,9 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 
-from ..base.types import Row, Span
-from .formats import BadRow, Conversation
+from ..base.types import Row
+from .formats import BadRow, Conversation, Parts
 
 OPEN, CLOSE = "\u2045", "\u2046"
 """Around the number of a message while an outline is made: brackets that no template writes."""
@@ -26,37 +25,33 @@ PLACE = re.compile(f"{OPEN}(\\d+){CLOSE}")
 TAG_SIGNS = re.compile(r"[<\[|]")
 MAX_OUTLINES = 4096
 
-Text = tuple[str, list[Span]]
 Forms = dict[str, str]
 """Role -> what stands around {} in the contents of that role."""
 
 
 @dataclass
-class RenderedChat:
+class ChatExamples:
     """The examples of a conversation: one, or one for each trained turn."""
 
-    texts: list[Text]
+    examples: list[Parts]
     warnings: list[str] = field(default_factory=list)
+
+    def map(self, change: Callable[[str], str]) -> "ChatExamples":
+        """Change each part."""
+        return replace(self, examples=[[*map(change, parts)] for parts in self.examples])
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The examples of all chats of a shape; {3} stands for the words of message 3."""
+    """The chats of a shape; {3} stands for the words of message 3."""
 
     whole: str
     """The chat as the template writes it."""
-    texts: list[list[str]]
-    """The parts of each example: not trained and trained in turn."""
-    warnings: list[str]
+    examples: ChatExamples
 
-    def fill(self, words: list[str]) -> RenderedChat:
-        """Return the examples of a chat with these words."""
-        texts = []
-        for parts in self.texts:
-            filled = [part.format(*words) for part in parts]
-            ends = [*accumulate(map(len, filled), initial=0)]
-            texts.append(("".join(filled), list(zip(ends[1::2], ends[2::2], strict=False))))
-        return RenderedChat(texts, self.warnings)
+    def fill(self, words: list[str]) -> ChatExamples:
+        """The examples of the chat with these words."""
+        return self.examples.map(lambda part: part.format(*words))
 
 
 @dataclass
@@ -64,8 +59,8 @@ class Outlines:
     """The outlines of chats under one template."""
 
     write: Callable[[list[Row]], str]
-    render: Callable[[Conversation], RenderedChat]
-    """Renders a chat as a server would, turn by turn."""
+    examples_by_turn: Callable[[Conversation], ChatExamples]
+    """Finds the examples of a chat as a server would write each turn."""
     harmful: set[str]
     """What changes more than itself where it stands among words: stop tokens, for instance."""
     searched: set[str]
@@ -77,23 +72,23 @@ class Outlines:
     filled: int = 0
     """Number of chats."""
 
-    def find(self, chat: Conversation) -> RenderedChat:
-        """Return the examples of a chat."""
+    def examples(self, chat: Conversation) -> ChatExamples:
+        """Find the examples of a chat."""
         words = self._words(chat)
         outline = self._outline(chat, words) if words else None
         if outline is None or outline.whole.format(*words) != self.write(chat.messages):
-            return self.render(chat)
-        rendered = outline.fill(words)
+            return self.examples_by_turn(chat)
+        found = outline.fill(words)
         self.filled += 1
-        if self.filled & (self.filled - 1) == 0 and rendered != self.render(chat):
+        if self.filled.bit_count() == 1 and found != self.examples_by_turn(chat):
             raise AssertionError(
                 "the chat template looks into the words of a message in a way that plugsft does "
                 "not foresee; please report it, with the template"
             )
-        return rendered
+        return found
 
     def _words(self, chat: Conversation) -> list[str]:
-        """Return the words of each message as the template writes them; none of other chats."""
+        """The words of each message as the template writes them; none of other chats."""
         if chat.tools is not None or chat.variables:
             return []
         words = []
@@ -103,29 +98,27 @@ class Outlines:
             if not own or len(message) != 2:
                 return []
             if own != content:
-                around = message["role"], content.replace(own, "{}", 1)
-                if around not in self.spaces:
-                    self.spaces[around] = self._try_space(chat, *around)
-                form = self.spaces[around]
+                form = self._form(chat, message["role"], content.replace(own, "{}", 1))
                 if form is None:
                     return []
                 own = form.format(own)
             words.append(own)
         return words
 
-    def _try_space(self, chat: Conversation, role: str, around: str) -> str | None:
-        """Return what of the white space around {} the template writes for a role."""
-        for kept in (around, "{}", around.lstrip(), around.rstrip()):
-            if self._is_filled(chat, {role: around}, {role: kept}):
-                return kept
-        return None
+    def _form(self, chat: Conversation, role: str, around: str) -> str | None:
+        """What of the white space around {} the template writes for a role."""
+        if (role, around) not in self.spaces:
+            forms = (around, "{}", around.lstrip(), around.rstrip())
+            kept = (form for form in forms if self._is_filled(chat, {role: around}, {role: form}))
+            self.spaces[role, around] = next(kept, None)
+        return self.spaces[role, around]
 
     def _outline(self, chat: Conversation, words: list[str]) -> Outline | None:
-        """Return the outline for a chat with these words."""
+        """The outline for a chat with these words."""
         shape = repr(([message["role"] for message in chat.messages], chat.num_prompt, chat.flags))
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
-                self.known = {}
+                self.known.clear()
             self.known[shape] = self._make(chat)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
@@ -141,39 +134,33 @@ class Outlines:
     def _make(self, chat: Conversation) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
         places = [f"{OPEN}{number}{CLOSE}" for number in range(len(chat.messages))]
-        messages = [
-            {**message, "content": place}
-            for message, place in zip(chat.messages, places, strict=True)
-        ]
+        contents = zip(chat.messages, places, strict=True)
+        messages = [{**message, "content": place} for message, place in contents]
         try:
-            rendered = self.render(replace(chat, messages=messages))
+            found = self.examples_by_turn(replace(chat, messages=messages))
         except BadRow:
             return None
-        texts = []
-        for text, spans in rendered.texts:
-            cuts = [0, *(end for span in spans for end in span), len(text)]
-            parts = [text[cut:end] for cut, end in pairwise(cuts)]
-            texts.append([sys.intern(_outlined(part)) for part in parts])
-        outline = Outline(_outlined(self.write(messages)), texts, rendered.warnings)
-        return outline if outline.fill(places) == rendered else None
+        outline = Outline(_outlined(self.write(messages)), found.map(_outlined))
+        return outline if outline.fill(places) == found else None
 
     def _is_filled(self, chat: Conversation, forms: Forms, words: Forms) -> bool:
         """Tell whether a short chat of contents in forms is its outline with words in others."""
         roles = ["system"] * (chat.messages[0]["role"] == "system") + ["user", "assistant"] * 2
-
-        def fill(forms: Forms) -> list[str]:
-            return [forms.get(role, "{}").format(f"a{n}") for n, role in enumerate(roles)]
-
-        pairs = zip(roles, fill(forms), strict=True)
-        short = Conversation([{"role": role, "content": content} for role, content in pairs])
+        if forms.keys().isdisjoint(roles):
+            return False
+        contents, expected = (
+            [around.get(role, "{}").format(f"a{n}") for n, role in enumerate(roles)]
+            for around in (forms, words)
+        )
+        turns = zip(roles, contents, strict=True)
+        short = Conversation([{"role": role, "content": content} for role, content in turns])
         try:
-            outline, rendered = self._make(short), self.render(short)
+            outline, found = self._make(short), self.examples_by_turn(short)
         except BadRow:
             return False
-        tried = not forms.keys().isdisjoint(roles)
-        return tried and outline is not None and outline.fill(fill(words)) == rendered
+        return outline is not None and outline.fill(expected) == found
 
 
 def _outlined(text: str) -> str:
-    """Return a text with {3} in place of the words of message 3."""
-    return PLACE.sub(r"{\1}", text.replace("{", "{{").replace("}", "}}"))
+    """A text with {3} in place of the words of message 3."""
+    return sys.intern(PLACE.sub(r"{\1}", text.replace("{", "{{").replace("}", "}}")))

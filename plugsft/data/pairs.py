@@ -8,8 +8,8 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, read_weight, value_of
-from .render import READERS, lead_row, render_as
+from .formats import BadRow, require
+from .render import READERS, lead_row, read_rows, render_format
 from .turns import common_prefix
 
 ANSWERS = ("chosen", "rejected")
@@ -24,58 +24,46 @@ SHARED = ("tools", "chat_template_kwargs")
 def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render the chosen and the rejected answer of each row, both with the prompt."""
     first = lead_row(rows, data)
+    result = Rendered(read={*ANSWERS, "prompt", "system", *SHARED, WEIGHT})
+    named = [row | {ours: row.get(yours) for ours, yours in data.columns.items()} for row in rows]
     answers: list[Row] = []
     pair_rows: list[int] = []
-    bad: dict[int, str] = {}
-    weights = [1.0] * len(rows)
-    for number, row in enumerate(rows):
-        try:
-            pair = row | {ours: row.get(yours) for ours, yours in data.columns.items()}
-            weights[number] = read_weight(pair)
-            answers += split_pair(pair)
-            pair_rows.append(number)
-        except BadRow as error:
-            bad[number] = str(error)
+    for number, pair in read_rows(named, split_pair, result):
+        answers += pair
+        pair_rows.append(number)
     if not first.keys() >= {*ANSWERS}:
-        why = next(iter(bad.values()), "the first rows lack them")
+        why = next(iter(result.bad.values()), "the first rows lack them")
         raise DataError(
             f"no row has two answers to compare: {why}. Pairs have columns "
             "chosen and rejected, with a prompt or a common beginning; name yours in "
             '[data.columns], for instance chosen = "good"; single answers with a label are for '
             + READERS["label"]
         )
-    weighted = any(data.columns.get(WEIGHT, WEIGHT) in row for row in rows)
-    if not pair_rows:
-        return Rendered(bad=bad)
     texts = isinstance(first["chosen"], str) and not isinstance(first.get("prompt"), list)
     kind = "completion" if texts else "chat completion"
-    rendered = render_as(kind, answers, tokenizer, data)
+    rendered = render_format(kind, answers, tokenizer, data)
+    result.special_tokens = rendered.special_tokens
+    result.mask = f"of two answers: {rendered.mask}"
     for answer, reason in rendered.bad.items():
-        bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {reason}"
+        result.bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {reason}"
     for answer, turn in zip(rendered.rows, rendered.turns, strict=True):
         if turn:
-            bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {SEVERAL}"
-    complete = [n for n, answer in enumerate(rendered.rows) if pair_rows[answer // 2] not in bad]
-    return Rendered(
-        texts=[rendered.texts[n] for n in complete],
-        spans=[rendered.spans[n] for n in complete],
-        rows=[pair_rows[rendered.rows[n] // 2] for n in complete],
-        bad=bad,
-        special_tokens=rendered.special_tokens,
-        mask=f"of two answers: {rendered.mask}",
-        warnings={
-            warning: [pair_rows[answer // 2] for answer in numbers]
-            for warning, numbers in rendered.warnings.items()
-        },
-        read={*ANSWERS, "prompt", "system", *SHARED, WEIGHT},
-        columns={WEIGHT: weights} if weighted else {},
-    )
+            result.bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {SEVERAL}"
+    for text, answer in enumerate(rendered.rows):
+        row = pair_rows[answer // 2]
+        if row not in result.bad:
+            result.texts.append(rendered.texts[text])
+            result.spans.append(rendered.spans[text])
+            result.rows.append(row)
+    for warning, numbers in rendered.warnings.items():
+        result.warnings[warning] = [pair_rows[answer // 2] for answer in numbers]
+    return result
 
 
 def split_pair(row: Row) -> list[Row]:
-    """Return a row as two rows with prompt and completion; raise BadRow if it is not a pair."""
+    """Make two rows with prompt and completion of a pair; raise BadRow if a row is none."""
     for name in ANSWERS:
-        value_of(row, name)
+        require(row, name)
     prompt: Any = row.get("prompt")
     answers: list[Any] = [[row[a]] if isinstance(row[a], dict) else row[a] for a in ANSWERS]
     types = {type(answer) for answer in answers}
@@ -111,7 +99,7 @@ def split_pair(row: Row) -> list[Row]:
 
 
 def _begins_with_answer(turns: list[Any]) -> bool:
-    """Return whether a conversation begins with the assistant."""
+    """Whether a conversation begins with the assistant."""
     first = turns[0] if turns else None
     return isinstance(first, dict) and (first.get("role") or first.get("from")) in (
         "assistant",

@@ -4,35 +4,47 @@ Columns that nothing reads, though they change the meaning of a row, are refused
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from itertools import compress, starmap
-from operator import lt
-from typing import Any
+from itertools import accumulate, compress
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..base.errors import DataError, PluginError
-from ..base.types import Rendered, Row
+from ..base.types import Rendered, Row, Span
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weight
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat
-from .formats import READ, TEXTS, BadRow, check_order, format_of, read_chat, read_text, read_weight
-from .outlines import RenderedChat
+from .formats import (
+    READ_COLUMNS,
+    TEXTS,
+    BadRow,
+    Parts,
+    check_order,
+    format_of,
+    read_chat,
+    read_text,
+    read_weight,
+)
 
-_LABELS, _PAIRS, _SCORES = (
+T = TypeVar("T")
+Spelled = tuple[list[tuple[str, list[Span]]], list[str]]
+"""The examples of a row, each a text and its trained spans, and warnings."""
+LABELS, PAIRS, SCORES = (
     Capability.bundled(name).table
     for name in ("labelled_answers", "preference_pairs", "reward_model")
 )
 READERS = {
-    "label": _LABELS,
-    **dict.fromkeys(("chosen", "rejected"), f"{_PAIRS} or {_SCORES}"),
-    "margin": _SCORES,
+    "label": LABELS,
+    "chosen": f"{PAIRS} or {SCORES}",
+    "rejected": f"{PAIRS} or {SCORES}",
+    "margin": SCORES,
 }
 """Column -> the bundled plugins that read it."""
-REFUSED = {
+CHANGES_MEANING = {
     "label": "tells good answers from bad ones",
     **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare"),
     WEIGHT: "says how much a row counts",
@@ -49,7 +61,7 @@ REFUSED = {
     ),
 }
 """Columns that change the meaning of a row -> their own meaning."""
-WARNED = {
+HARDLY_CHANGES = {
     **dict.fromkeys(
         ("score", "scores", "reward", "rewards", "rating"),
         "says how good a row is ([data.columns] weight can weigh rows by it)",
@@ -65,57 +77,13 @@ WARNED = {
     "history": "holds earlier turns",
 }
 """Columns with information that hardly changes the meaning of a row -> their own meaning."""
-MASKS = {True: "every token of the text", False: "the completion, and the end of the text"}
-"""Whether all of a text is trained -> how its span is found."""
+EVERY, COMPLETION = "every token of the text", "the completion, and the end of the text"
+"""What is trained of texts."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format of formats.py; None for rows of another format."""
-    if (kind := readable_format(lead_row(rows, data))) is None:
-        return None
-    return render_as(kind, [renamed(row, data) for row in rows], tokenizer, data)
-
-
-def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
-    """Render rows of a format under its own names of columns."""
-    result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
-    if kind in TEXTS:
-        every = kind == "text" or data.train_on == "all"
-        result.mask = MASKS[every]
-        render_row = partial(_render_text, kind, tokenizer.eos_token, every)
-    else:
-        chat = Chat(tokenizer, data)
-        result.mask = chat.mask
-        render_row = partial(_render_chat, kind, chat)
-    weights = [1.0] * len(rows)
-    for number, row in enumerate(rows):
-        try:
-            rendered = render_row(row)
-            weights[number] = read_weight(row)
-            for text, spans in rendered.texts:
-                if not text.isascii():
-                    text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
-                if not any(starmap(lt, spans)):
-                    raise BadRow("no trained token")
-        except UnicodeEncodeError:
-            result.bad[number] = "half a character (a lone surrogate)"
-        except BadRow as error:
-            result.bad[number] = str(error)
-        else:
-            for turn, (text, spans) in enumerate(rendered.texts):
-                result.texts.append(text)
-                result.spans.append(spans)
-                result.rows.append(number)
-                result.turns.append(turn)
-            for warning in rendered.warnings:
-                result.warnings.setdefault(warning, []).append(number)
-    if any(WEIGHT in row for row in rows):
-        result.columns[WEIGHT] = weights
-    return result
-
-
-def readable_format(first: Row) -> str | None:
-    """Return the format of rows; None if no format has their columns. Refuse preferences."""
+    first = lead_row(rows, data)
     kind = format_of(first)
     if kind == "preference":
         answers = isinstance(first.get("prompt"), list) or isinstance(first["chosen"], str)
@@ -126,24 +94,81 @@ def readable_format(first: Row) -> str | None:
             'data.ignore = ["rejected"]; to learn which answer is preferred, add '
             + READERS["chosen"]
         )
-    return kind
+    if kind is None:
+        return None
+    return render_format(kind, [renamed(row, data) for row in rows], tokenizer, data)
 
 
-def _render_chat(kind: str, chat: Chat, row: Row) -> RenderedChat:
+def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
+    """Render rows of a format under its own names of columns."""
+    result = Rendered(special_tokens=kind in TEXTS, read=READ_COLUMNS[kind])
+    if kind in TEXTS:
+        every = kind == "text" or data.train_on == "all"
+        result.mask = EVERY if every else COMPLETION
+        read = partial(_read_text, kind, tokenizer.eos_token, every)
+    else:
+        chat = Chat(tokenizer, data)
+        result.mask = chat.mask
+        read = partial(_read_chat, kind, chat)
+    for number, (examples, warnings) in read_rows(rows, read, result):
+        for turn, (text, spans) in enumerate(examples):
+            result.texts.append(text)
+            result.spans.append(spans)
+            result.rows.append(number)
+            result.turns.append(turn)
+        for warning in warnings:
+            result.warnings.setdefault(warning, []).append(number)
+    return result
+
+
+def read_rows(
+    rows: list[Row], read: Callable[[Row], T], result: Rendered
+) -> Iterator[tuple[int, T]]:
+    """Read each row and its weight; a row that cannot be used is noted as bad."""
+    weights = [1.0] * len(rows)
+    for number, row in enumerate(rows):
+        try:
+            found = read(row)
+            weights[number] = read_weight(row)
+        except BadRow as error:
+            result.bad.setdefault(number, str(error))
+        if number not in result.bad:
+            yield number, found
+    if any(WEIGHT in row for row in rows):
+        result.columns[WEIGHT] = weights
+
+
+def _read_chat(kind: str, chat: Chat, row: Row) -> Spelled:
     conversation = read_chat(kind, row)
-    rendered = chat.render(conversation)
-    return RenderedChat(rendered.texts, [*check_order(conversation.messages), *rendered.warnings])
+    found = chat.examples(conversation)
+    warnings = [*check_order(conversation.messages), *found.warnings]
+    return [*map(_spell, found.examples)], warnings
 
 
-def _render_text(kind: str, end: str, every: bool, row: Row) -> RenderedChat:
+def _read_text(kind: str, end: str, every: bool, row: Row) -> Spelled:
     prompt = "" if kind == "text" else read_text(row, "prompt", allow_empty=True)
-    text = prompt + read_text(row, kind)
-    text = text if text.endswith(end) else text + end
-    return RenderedChat([(text, [(0 if every else len(prompt), len(text))])])
+    answer = read_text(row, kind)
+    if not answer.endswith(end):
+        answer += end
+    return [_spell(["", prompt + answer] if every else [prompt, answer])], []
+
+
+def _spell(parts: Parts) -> tuple[str, list[Span]]:
+    """The text of an example, and where it is trained."""
+    text = "".join(parts)
+    if not text.isascii():
+        try:
+            text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
+        except UnicodeEncodeError:
+            raise BadRow("half a character (a lone surrogate)") from None
+    if not any(parts[1::2]):
+        raise BadRow("no trained token")
+    ends = [*accumulate(map(len, parts), initial=0)]
+    return text, [*zip(ends[1::2], ends[2::2], strict=False)]
 
 
 def without(row: Row, columns: Collection[str]) -> Row:
-    """Return a row without these columns."""
+    """A row without these columns."""
     return {name: value for name, value in row.items() if name not in columns}
 
 
@@ -162,15 +187,17 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
             continue
         told = [name for name, value in values.items() if value not in (None, [], "")]
         for name in told:
-            if meaning := REFUSED.get(name.lower()):
+            if meaning := CHANGES_MEANING.get(name.lower()):
                 reader = READERS.get(name.lower())
                 add = f"add {reader} to learn from it, or " if reader else ""
                 rendered.bad[number] = (
                     f"'{name}' {meaning}, and no active plugin reads it; "
                     f'{add}set data.ignore = ["{name}"] to train without it'
                 )
-        for name in told if number not in rendered.bad else ():
-            if meaning := WARNED.get(name.lower()):
+        if number in rendered.bad:
+            continue
+        for name in told:
+            if meaning := HARDLY_CHANGES.get(name.lower()):
                 reader = READERS.get(name.lower())
                 does = f" ({reader} does)" if reader else ""
                 warning = f"'{name}' {meaning}, and nothing reads it{does}"
@@ -212,13 +239,11 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
 
 
 def _is_storable(value: Any) -> bool:
-    if isinstance(value, np.generic):
-        return value.dtype.kind in COLUMN_TYPES
-    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+    return np.isscalar(value) and np.asarray(value).dtype.kind in COLUMN_TYPES
 
 
 def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
-    """Return the row that decides how rows are read: that of their source, or of these.
+    """Choose the row that decides how rows are read: that of their source, or of these.
 
     It is the fullest of those of the most frequent format.
     """
@@ -234,6 +259,6 @@ def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
 
 
 def renamed(row: Row, data: Data) -> Row:
-    """Return a row with the names that the formats have, without ignored columns."""
+    """A row with the names that the formats have, without ignored columns."""
     others = without(row, {*data.ignore, *data.columns.values()})
     return others | {ours: row[yours] for ours, yours in data.columns.items() if yours in row}

@@ -41,7 +41,7 @@ class Sample:
 def make_work(
     recipe: Recipe, active: Active, sources: Sources, folder: Path, max_rows: int | None = None
 ) -> ShardWriter:
-    """Return a ShardWriter that drops the rows at which preparing would stop, and counts them.
+    """Make a ShardWriter that drops the rows at which preparing would stop, and counts them.
 
     The tokenizer of a model from scratch is trained on the first `max_rows` rows of each source.
     """

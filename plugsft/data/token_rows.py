@@ -6,6 +6,7 @@ trained. `attention_mask` is 0 on padding. A row is one example: rows that anoth
 are refused, since the plugins that pack need each document's own length.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, format_of, read_weight, value_of
-from .render import judge_columns, lead_row, renamed
+from .formats import BadRow, format_of, require
+from .render import judge_columns, lead_row, read_rows, renamed
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"
 TRAINED = (LABELS, "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which tokens are trained."""
 DOCUMENTS = "seq_lengths"
-READ = {
+READ_COLUMNS = {
     *(IDS, *TRAINED, PADDING, PLACES, WEIGHT, DOCUMENTS),
     *("length", "token_type_ids", "num_truncated_tokens"),
 }
@@ -43,33 +44,26 @@ def hold_tokens(row: Row) -> bool:
 def read_tokens(
     rows: list[Row], tokenizer: Tokenizer, data: Data
 ) -> tuple[Rendered, Encoded, Mask]:
-    """Return rows of tokens as rendered and encoded, and which tokens are trained."""
-    result = Rendered(read=READ)
+    """Read rows of tokens: as rendered, as encoded, and which tokens are trained."""
+    result = Rendered(read=READ_COLUMNS)
     judge_columns(rows, result, data)
     own = _masks_of(lead_row(rows, data))
+    told = " and ".join(own) or "neither"
     if data.train_on != ("assistant" if own else "all"):
         raise DataError(
             f"rows of tokens ({IDS}) are trained by their own labels or mask "
             f"({', '.join(TRAINED)}), and those without labels or a mask with data.train_on = "
-            f'"all". These have {_and(own)}, so data.train_on = "{data.train_on}" cannot be; '
+            f'"all". These have {told}, so data.train_on = "{data.train_on}" cannot be; '
             "change it, or name the columns to leave out in data.ignore"
         )
-    result.mask = f"the rows' own tokens, trained by {_and(own) if own else 'train_on = all'}"
+    result.mask = f"the rows' own tokens, trained by {told if own else 'train_on = all'}"
+    read = partial(_read_row, own, len(tokenizer.token_bytes))
     ids, masks = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
-    weights = [1.0] * len(rows)
-    for number, row in enumerate(rows):
-        try:
-            named = renamed(row, data)
-            row_ids, row_mask = _tokens_of(named, own, len(tokenizer.token_bytes))
-            weights[number] = read_weight(named)
-        except BadRow as error:
-            result.bad.setdefault(number, str(error))
-        if number not in result.bad:
-            result.rows.append(number)
-            ids.append(row_ids)
-            masks.append(row_mask)
-    if any(weight != 1 for weight in weights):
-        result.columns[WEIGHT] = weights
+    named = [renamed(row, data) for row in rows]
+    for number, (row_ids, row_mask) in read_rows(named, read, result):
+        result.rows.append(number)
+        ids.append(row_ids)
+        masks.append(row_mask)
     counts = np.array([*map(len, ids[1:])], np.int64)
     encoded = Encoded(np.concatenate(ids).astype(np.int32), counts, np.zeros(0, np.int64))
     return result, encoded, np.concatenate(masks)
@@ -79,12 +73,8 @@ def _masks_of(row: Row) -> list[str]:
     return [name for name in TRAINED if row.get(name) is not None]
 
 
-def _and(names: list[str]) -> str:
-    return " and ".join(names) or "neither"
-
-
-def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
-    """Return the tokens of a row without padding, and which of them are trained."""
+def _read_row(own: list[str], vocabulary: int, row: Row) -> tuple[Ints, Mask]:
+    """Read the tokens of a row without padding, and which of them are trained."""
     ids = _integers(row, IDS)
     if not len(ids):
         raise BadRow("no token")
@@ -94,18 +84,18 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
             "these rows; name it in model.tokenizer"
         )
     if _masks_of(row) != own:
-        raise BadRow(f"the first rows of the source have {_and(own)}, and it has others")
+        first = " and ".join(own) or "neither"
+        raise BadRow(f"the first rows of the source have {first}, and it has others")
     mask = np.arange(len(ids)) > 0  # nothing predicts a first token
     for name in own:
         values = _integers(row, name, len(ids))
+        trained = values > 0
         if name == LABELS:
             trained = values != UNTRAINED
             if (values != ids)[trained].any():
                 raise BadRow("a label is neither -100 nor its own token: write labels unshifted")
-        else:
-            trained = values > 0
-            if (values != trained).any():
-                raise BadRow(f"'{name}' holds values other than 0 and 1")
+        elif (values != trained).any():
+            raise BadRow(f"'{name}' holds values other than 0 and 1")
         mask &= trained
     size = len(ids)
     if row.get(PADDING) is not None:
@@ -117,7 +107,7 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
             raise BadRow(f"'{PADDING}' is 0 before its last token")
     if row.get(PLACES) is not None:
         places = _integers(row, PLACES, len(ids))[:size]
-        if not np.array_equal(places, np.arange(size)):
+        if (places != np.arange(size)).any():
             raise _packed(f"'{PLACES}' that do not count up from 0")
     if row.get(DOCUMENTS) is not None:
         raise _packed(f"'{DOCUMENTS}'")
@@ -125,10 +115,10 @@ def _tokens_of(row: Row, own: list[str], vocabulary: int) -> tuple[Ints, Mask]:
 
 
 def _integers(row: Row, name: str, size: int | None = None) -> Ints:
-    value = value_of(row, name)
+    value = require(row, name)
     try:
         values: NDArray[Any] = np.array(value)
-    except (ValueError, TypeError, OverflowError):
+    except ValueError:  # lists of several lengths
         values = np.zeros(())
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
         raise BadRow(f"'{name}' is not a list of integers")

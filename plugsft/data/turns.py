@@ -14,19 +14,26 @@ ends with the first stop token behind its last word, wherever the template write
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base.types import Row, Span
-from .formats import REASONING, BadRow
+from ..base.types import Row
+from .formats import REASONING, BadRow, Parts
 
 Write = Callable[[list[Row], bool], str]
 """(messages, whether to add the generation prompt) -> text."""
+Found = tuple[Row, str, str]
+"""A turn, the text of the messages up to and with it, and the answer at the end of this text.
+
+The turn may hold its thought otherwise than in the row, so that the template writes the prompt."""
 THOUGHT = "!a thought that no row has!"
 """Stands for a thought, to see where a template writes it."""
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,20}\]")
 """Tokens such as <think>, <|im_end|>, [/THINK]."""
+OPENING = re.compile(r"(<[^<>\s/][^<>\s]{0,39}>|\[[A-Z_]{3,20}\])\s*$")
+"""The tag that ends a prompt and may leave a thought open."""
 CLOSED = re.compile(r"(<[^<>\s]{1,40}>[^<>]*<[^<>\s]{1,40}>|</[^<>\s]{1,40}>)\s*$")
 """A block that ends a text and is closed: <think></think>, </think>."""
 ENDED = re.compile(r"</think[^<>]*>\s*$")
@@ -43,29 +50,10 @@ RESULT: Row = {
 }
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A turn as it is served."""
-
-    prompt: str
-    answer: str
-    """With the token that ends it."""
-
-    @property
-    def text(self) -> str:
-        """The prompt and the answer."""
-        return self.prompt + self.answer
-
-    @property
-    def span(self) -> Span:
-        """Where the answer stands."""
-        return len(self.prompt), len(self.text)
-
-
 class Refused(BadRow):
     """A chat that the template does not write as it is served: what the template does.
 
-    `Chat.render_alone` adds the cure.
+    `Chat.examples_by_turn` adds the cure.
     """
 
 
@@ -80,33 +68,17 @@ class TurnFinder:
     """Finds a token that ends an answer."""
     end: str
     """The stop token of templates that write none."""
-    _open_for_answers: set[str] = field(default_factory=set)
+    _no_thoughts: set[str] = field(default_factory=set)
     """Ends of prompts that leave no thought open: a header such as <|assistant|>."""
 
-    def find(self, messages: list[Row], number: int) -> Turn:
-        """Return the prompt and the answer of an assistant's turn."""
+    def find(self, messages: list[Row], number: int) -> Parts:
+        """Find the prompt of an assistant's turn, and the answer with the token that ends it."""
         before, turn = messages[:number], messages[number]
         prompt = self.write(before, True)
-        opening = _open_ending(prompt)
-        closed = None
-        if opening and not thoughts_of(turn):
-            closed = self._close_thought(before, turn, prompt, opening)
-        if closed is not None:
-            turn, written, answer = closed
-        else:
-            written = self.write([*before, turn], False)
-            if not written.startswith(prompt):
-                turn, written = self._split_thought(before, turn, prompt) or (turn, written)
-            start = len(prompt)
-            if not written.startswith(prompt):
-                start = self._begin(before, turn, prompt, written)
-            answer = written[start:]
-            if opening and thoughts_of(turn):
-                answer = _without_opening(answer, opening)
-                if not any(thought in answer for thought in thoughts_of(turn)):
-                    return self.find(
-                        [*before, _without_thought(turn), *messages[number + 1 :]], number
-                    )
+        found = self._find_answer(before, turn, prompt)
+        if found is None:
+            return self.find([*before, _without_thought(turn), *messages[number + 1 :]], number)
+        turn, written, answer = found
         if answer.lstrip().startswith("<think>") and ENDED.search(prompt):
             raise Refused(ENDS_THOUGHT)
         last = self._end_of_words(before, turn, written, answer)
@@ -115,12 +87,43 @@ class TurnFinder:
         answer = self._stop(messages, number, written, answer, last)
         if turn["content"].rpartition("</think>")[2].strip() not in answer:
             raise Refused("leaves out words of the assistant")
-        return Turn(prompt, answer)
+        return [prompt, answer]
+
+    def _find_answer(self, before: list[Row], turn: Row, prompt: str) -> Found | None:
+        """Find what the template writes behind the prompt.
+
+        None if the prompt opens a thought, and the template leaves that of the turn out.
+        """
+        ending = OPENING.search(prompt[-60:])
+        opening = ending[0] if ending else ""
+        if opening and not thoughts_of(turn):
+            closed = self._close_thought(before, turn, prompt, opening)
+            if closed is not None:
+                return closed
+        written = self.write([*before, turn], False)
+        if not written.startswith(prompt):
+            turn, written = self._split_thought(before, turn, prompt) or (turn, written)
+        start = len(prompt)
+        if not written.startswith(prompt):
+            start = self._begin(before, turn, prompt, written)
+        answer, thoughts = written[start:], thoughts_of(turn)
+        if opening and thoughts:
+            answer = _without_opening(answer, opening)
+            if not any(thought in answer for thought in thoughts):
+                return None
+        return turn, written, answer
 
     def _begin(self, before: list[Row], turn: Row, prompt: str, written: str) -> int:
-        """Return where the answer begins in a text that does not begin with the prompt."""
-        others = self._others(before, turn)
-        depends = common_prefix(written, others)
+        """Find where the answer begins in a text that does not begin with the prompt.
+
+        As where a template writes its rules once more before the last question:
+
+            prompt     rules, first <|user|> rules, last <|assistant|>
+            written    rules, first <|user|> last <|assistant|> answer
+            parted     where these two part: at the second "rules"
+            depends    where `written` begins to depend on the answer
+        """
+        depends = common_prefix(written, self._others(before, turn))
         parted = min(common_prefix(prompt, written), depends)
         parted = len(BEGUN.sub("", prompt[:parted]))  # they part before a tag, not within it
         # The header before the answer, though the template writes earlier turns otherwise.
@@ -144,27 +147,25 @@ class TurnFinder:
 
     def _close_thought(
         self, before: list[Row], turn: Row, prompt: str, opening: str
-    ) -> tuple[Row, str, str] | None:
-        """Return the answer that closes the thought which the prompt leaves open.
+    ) -> Found | None:
+        """Find the answer that closes the thought which the prompt leaves open.
 
-        With it, the turn with a thought and its text. None if the prompt leaves no thought open.
+        The turn gets a thought to find it. None if the prompt leaves no thought open.
         """
-        if opening in self._open_for_answers:
+        if opening in self._no_thoughts:
             return None
-        for inline in (False, True)[: 1 if turn.get("tool_calls") else 2]:
+        for inline in (False,) if turn.get("tool_calls") else (False, True):
             thoughtful = with_thought(turn, THOUGHT, inline)
-            try:
+            with suppress(Refused):
                 written = self.write([*before, thoughtful], False)
-            except Refused:
-                continue
-            rest = _without_opening(written.removeprefix(prompt), opening)
-            if written.startswith(prompt) and rest.lstrip().startswith(THOUGHT):
-                return thoughtful, written, rest.replace(THOUGHT, "", 1)
-        self._open_for_answers.add(opening)
+                rest = _without_opening(written.removeprefix(prompt), opening)
+                if written.startswith(prompt) and rest.lstrip().startswith(THOUGHT):
+                    return thoughtful, written, rest.replace(THOUGHT, "", 1)
+        self._no_thoughts.add(opening)
         return None
 
     def _split_thought(self, before: list[Row], turn: Row, prompt: str) -> tuple[Row, str] | None:
-        """Return a turn with its <think> text as a field, if the template then writes the prompt.
+        """Give a turn its <think> text as a field, if the template then writes the prompt.
 
         The prompt has the opening tag already.
         """
@@ -176,7 +177,7 @@ class TurnFinder:
         return (split, written) if written.startswith(prompt) else None
 
     def _end_of_words(self, before: list[Row], turn: Row, written: str, answer: str) -> int:
-        """Return where the answer's last word ends."""
+        """Find where the answer's last word ends."""
         words = turn["content"].strip()
         if words and not turn.get("tool_calls") and answer.startswith(words):
             rest = answer[len(words) :].lstrip()
@@ -186,28 +187,26 @@ class TurnFinder:
         return max(0, len(answer) - common_prefix(written[::-1], others[::-1]))
 
     def _others(self, before: list[Row], turn: Row) -> str:
-        """Return the text with other words in place of the turn's; each must be there."""
-        stand_for: dict[str, str] = {}
-        others = self.write([*before, other_words(turn, stand_for)], False)
-        ensure_written(stand_for, others)
-        return others
+        """The text with other words in place of the turn's."""
+        return write_others(self.write, [*before, turn], [len(before)])
 
     def _stop(self, messages: list[Row], number: int, written: str, answer: str, last: int) -> str:
-        """Return the answer up to and with its stop token."""
+        """Cut the answer behind its stop token, or add that."""
         if stop := self.stop.search(answer, last):
             return answer[: stop.end()]
         # Some templates write it only before the next message.
         if THOUGHT in written:
             written = self.write(messages[: number + 1], False)
         words = written[: len(written) - len(answer) + last]
-        for follower in self._followers(messages, number) if words.endswith(answer[:last]) else ():
-            try:
+        # The row's next message has other words: the token does not depend on what follows.
+        followers = [{**turn, "content": "!next!"} for turn in messages[number + 1 : number + 2]]
+        if messages[number].get("tool_calls"):
+            followers.append(RESULT)
+        for follower in [*followers, ASK] if words.endswith(answer[:last]) else ():
+            with suppress(Refused):
                 longer = self.write([*messages[: number + 1], follower], False)
-            except Refused:
-                continue
-            if longer.startswith(words):
-                rest = longer[len(words) :]
-                stop = self.stop.search(rest)
+                rest = longer.removeprefix(words)
+                stop = self.stop.search(rest) if longer.startswith(words) else None
                 # A stop token behind the next message's words is that message's own.
                 if stop and follower["content"] not in rest[: stop.start()]:
                     return answer[:last] + rest[: stop.end()]
@@ -216,17 +215,9 @@ class TurnFinder:
             return answer
         return answer + self.end
 
-    def _followers(self, messages: list[Row], number: int) -> Iterator[Row]:
-        """Yield messages that may follow a turn."""
-        # Their words are replaced: the token that ends a turn does not depend on what follows.
-        yield from ({**turn, "content": "!next!"} for turn in messages[number + 1 : number + 2])
-        if messages[number].get("tool_calls"):
-            yield RESULT
-        yield ASK
-
 
 def common_prefix(first: Any, second: Any) -> int:
-    """Return the length of the common prefix of two texts or lists."""
+    """The length of the common prefix of two texts or lists."""
     same, longest = 0, min(len(first), len(second))
     while same < longest:
         middle = (same + longest + 1) // 2
@@ -238,7 +229,7 @@ def common_prefix(first: Any, second: Any) -> int:
 
 
 def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
-    """Return a turn with a thought, in the fields that templates read or in its text."""
+    """Give a turn a thought, in the fields that templates read or in its text."""
     if inline:
         content = turn["content"]
         return {**turn, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
@@ -246,7 +237,7 @@ def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
 
 
 def thoughts_of(turn: Row) -> list[str]:
-    """Return the thoughts that a turn holds, in fields or in its text."""
+    """The thoughts that a turn holds, in fields or in its text."""
     text, closing, _ = turn["content"].rpartition("</think>")
     texts = [str(turn[name]).strip() for name in REASONING if turn.get(name)]
     return [*texts, *([_plain(text)] if closing else [])]
@@ -259,17 +250,18 @@ def _without_thought(turn: Row) -> Row:
 
 
 def _without_opening(answer: str, opening: str) -> str:
-    """Return an answer without the tag with which the prompt ends already."""
+    """Take the tag with which the prompt ends already from an answer."""
     rest = answer.lstrip().removeprefix(opening.strip())
     return rest.lstrip() if len(rest) < len(answer.lstrip()) else answer
 
 
-def other_words(turn: Row, stand_for: dict[str, str]) -> Row:
-    """Return a turn with other words, and note in `stand_for` what each of them stands for.
+def write_others(write: Write, messages: list[Row], numbers: Collection[int]) -> str:
+    """Write a chat with other words in some of its messages; refuse a template that loses one.
 
-    No other text has these words, so a template that leaves one out is found. Their first and last
-    letters differ from the turn's: where two texts part, the turn's words begin.
+    No other text has these words. Their first and last letters differ from those of the turn's:
+    where two texts part, the turn's words begin. Only thoughts may be left out.
     """
+    stand_for: dict[str, str] = {}
 
     def other(text: str, what: str) -> str:
         words = text.strip()
@@ -282,7 +274,7 @@ def other_words(turn: Row, stand_for: dict[str, str]) -> Row:
         if isinstance(value, dict):
             return {key: other_value(inner) for key, inner in value.items()}
         if isinstance(value, list):
-            return [other_value(inner) for inner in value]
+            return [*map(other_value, value)]
         if isinstance(value, str) and value:
             return other(value, f"{value!r} of a call")
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -291,35 +283,33 @@ def other_words(turn: Row, stand_for: dict[str, str]) -> Row:
         stand_for[str(number)] = f"{value!r} of a call"
         return type(value)(number)
 
-    changed = {**turn}
-    for name in REASONING:
-        if turn.get(name):
-            changed[name] = other(str(turn[name]), THOUGHT)
-    thought, closing, content = turn["content"].rpartition("</think>")
-    words = f"words of the {turn['role']}"
-    changed["content"] = other(content, words) if content.strip() else content
-    if closing:
-        changed = with_thought(changed, other(_plain(thought), THOUGHT), inline=True)
-    if turn.get("tool_calls"):
-        changed["tool_calls"] = [
-            {**call, "function": other_value(call["function"])} for call in turn["tool_calls"]
-        ]
-    return changed
+    def other_turn(turn: Row) -> Row:
+        changed = {**turn}
+        for name in REASONING:
+            if turn.get(name):
+                changed[name] = other(str(turn[name]), THOUGHT)
+        thought, closing, content = turn["content"].rpartition("</think>")
+        if content.strip():
+            content = other(content, f"words of the {turn['role']}")
+        changed["content"] = content
+        if closing:
+            changed = with_thought(changed, other(_plain(thought), THOUGHT), inline=True)
+        if turn.get("tool_calls"):
+            calls = turn["tool_calls"]
+            changed["tool_calls"] = [
+                {**call, "function": other_value(call["function"])} for call in calls
+            ]
+        return changed
 
-
-def ensure_written(stand_for: dict[str, str], text: str) -> None:
-    """Refuse a template that leaves out other words. Only thoughts may be left out."""
+    others = [*messages]
+    for number in numbers:
+        others[number] = other_turn(messages[number])
+    text = write(others, False)
     for word, what in stand_for.items():
         if word not in text and what != THOUGHT:
             raise Refused(f"leaves out {what}")
+    return text
 
 
 def _plain(thought: str) -> str:
     return thought.replace("<think>", "", 1).strip()
-
-
-def _open_ending(prompt: str) -> str:
-    """Return the tag that ends a prompt and may leave a thought open; "" if there is none."""
-    tags = TAG.findall(prompt[-60:])
-    ends = tags and tags[-1][1] != "/" and prompt.rstrip().endswith(tags[-1])
-    return prompt[prompt.rindex(tags[-1]) :] if ends else ""

@@ -255,7 +255,7 @@ def run_floor(options: argparse.Namespace) -> dict[str, Any]:
     import gigatoken
     from pydantic_core import from_json
 
-    from plugsft.data.jinja import compile_template, render
+    from plugsft.data.jinja import compile_template
 
     def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
         started = time.perf_counter()
@@ -279,7 +279,7 @@ def run_floor(options: argparse.Namespace) -> dict[str, Any]:
             seconds["jinja"] += timed(
                 lambda rows: [*map(template.template.render, rows)], variables
             )[0]
-            texts = [render(template, row["messages"], names)[0] for row in rows]
+            texts = ["".join(template.write(row["messages"], names)) for row in rows]
             seconds["engine"] += timed(
                 lambda batch: engine.encode_batch(batch, parallel=False), texts
             )[0]

@@ -158,7 +158,7 @@ def measure_engines(folder: Path) -> dict[str, Any]:
     path = folder / f"chats-{COMPARED}.jsonl"
     chat = Chat(tokenizer, Data(source=str(path), max_length=shared.MAX_LENGTH))
     rows = [json.loads(line) for line in path.open()]
-    texts = [chat.render(read_chat("messages", row)).texts[0][0] for row in rows]
+    texts = ["".join(chat.examples(read_chat("messages", row)).examples[0]) for row in rows]
     report, engines = {}, {OWN: tokenizer.own_engine}
     for name in ENGINES:
         started = time.process_time()
