@@ -25,7 +25,7 @@ PAUSES = (1, 4, 16, 64)
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier model that would be loaded with, or in place of, the new one."""
 LOGIN = "`hf auth login`, or set HF_TOKEN to a token with the right to write"
-REFUSED = {
+STATUS_REASONS = {
     401: "the hub refuses the token",
     403: "this token may not write there",
     404: "the hub has none, or hides it from this token",
@@ -145,8 +145,8 @@ def explain(error: BaseException) -> tuple[bool, str]:
     cause: BaseException | None = error
     while cause is not None:
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status in REFUSED:
-            return False, f"{REFUSED[status]} ({status}); log in again with {LOGIN} ({why})"
+        if status in STATUS_REASONS:
+            return False, f"{STATUS_REASONS[status]} ({status}); log in again with {LOGIN} ({why})"
         if status is not None:
             return status in MOMENTARY or status >= 500, f"the hub answers {status}: {why}"
         client = type(cause).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore")

@@ -5,7 +5,7 @@ from ...recipe.tables import TEMPLATES
 from . import training
 from .conversion import Conversion, Tool, hold_out, listed_parts, places, set_sources
 
-REFUSED = {
+IMPOSSIBLE = {
     "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
     "process_reward_model": "plugsft scores whole answers; use axolotl",
 }
@@ -39,7 +39,7 @@ PAIRS = (
 
 def convert(c: Conversion) -> None:
     """Write the recipe."""
-    for key, reason in REFUSED.items():
+    for key, reason in IMPOSSIBLE.items():
         if c.get(key):
             raise c.refuse(key, reason)
     if not c.get("base_model"):
