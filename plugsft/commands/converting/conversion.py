@@ -1,4 +1,4 @@
-"""What another tool sets, on its way to a recipe: its keys, its sources, the tables of a tool."""
+"""What another tool sets, on its way to a recipe: its keys, sources, and tables in keys.toml."""
 
 import re
 import tomllib
@@ -39,7 +39,13 @@ KEYS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("keys.toml").read_text("utf8")
 )
 """Section -> its tables; the file says what they hold."""
-EMPTY = {"text": "", "number": 0.0, "count": 0, "yes or no": False}
+EMPTY: dict[str, Any] = {
+    "text": "",
+    "number": 0.0,
+    "count": 0,
+    "yes or no": False,
+    "plugin": False,
+}
 """Kind of a copied key -> the value that needs no line."""
 PARTS = ("lora", "liger")
 """Tables of keys that need no line where their part of a run is off."""
@@ -127,12 +133,12 @@ class Conversion:
         """Write the lines of keys that mean the same in both tools."""
         for key, rule in copied(table, *sections).items():
             to, kind = rule["to"], rule.get("kind")
-            if kind == "plugin":
-                self.switch(to, key)
-            elif kind is None:
+            if kind is None:
                 self.set(to, self.read(key, rule["default"]), key)
-            elif value := self.names(key) if kind == "names" else self.read(key, EMPTY[kind]):
-                self.set(to, value, key)
+                continue
+            value = self.names(key) if kind == "names" else self.read(key, EMPTY[kind])
+            if value:
+                self.set(to, {} if kind == "plugin" else value, key)
 
     def switch(self, plugin: str, key: str) -> None:
         """Write the table of a plugin without options, if a key switches it on."""
