@@ -113,7 +113,8 @@ class Repository:
         say(f"uploading {format_count(len(added), 'file')}, {size}, to {self.url}")
         if stale:
             say(f"removing the weights that were there: {', '.join(stale)}")
-        operations = [*added.values(), *(CommitOperationDelete(name) for name in stale)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*added.values()]
+        operations += [CommitOperationDelete(name) for name in stale]
         self._api.create_commit(self.name, operations, commit_message=message, parent_commit=head)
 
     def _try(self, action: Callable[[], Result]) -> Result:
