@@ -242,7 +242,7 @@ def test_arguments_of_another_kind_are_refused_with_the_kind_to_give(tables, tmp
     for prompts in (3, [3], [{"role": "user", "content": "?"}], [[{"role": "user"}]]):
         with pytest.raises(PlugsftError, match="give a text, or a list of texts and chats"):
             run.generate(prompts)
-    with pytest.raises(PlugsftError, match="temperature = 'hot': must be a number"):
+    with pytest.raises(PlugsftError, match="temperature = 'hot': it should be a valid number"):
         run.generate("?", temperature="hot")
 
 

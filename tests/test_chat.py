@@ -151,15 +151,18 @@ def test_a_system_message_goes_before_every_chat_or_is_refused(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"top_p": 1.1, "temperature": 1}, "top_p = 1.1: must be above 0 and at most 1"),
-        ({"top_p": 0.0, "temperature": 1}, "top_p = 0.0: must be above 0"),
-        ({"top_k": 0, "temperature": 1}, "top_k = 0: must be at least 1"),
+        ({"top_p": 1.1, "temperature": 1}, "top_p = 1.1: it should be less than or equal to 1"),
+        ({"top_p": 0.0, "temperature": 1}, "top_p = 0.0: it should be greater than 0"),
+        ({"top_k": 0, "temperature": 1}, "top_k = 0: it should be greater than or equal to 1"),
         ({"top_k": 5}, "top_k has no effect at temperature 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be above 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan: must"),
-        ({"temperature": float("inf")}, "temperature = inf: must be at least 0"),
-        ({"seed": -1}, "seed = -1: must be from 0"),
-        ({"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: it should be greater than 0"),
+        (
+            {"repetition_penalty": float("nan")},
+            "repetition_penalty = nan: it should be a finite",
+        ),
+        ({"temperature": float("inf")}, "temperature = inf: it should be a finite number"),
+        ({"seed": -1}, "seed = -1: it should be greater than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens = 0: it should be greater than or equal to 1"),
     ],
 )
 def test_options_out_of_their_range_are_refused(options, says):
@@ -302,4 +305,7 @@ def test_an_empty_question_is_refused(run):
     result = run_plugsft("chat", run, "--ask", " ")
     assert result.returncode == 2 and "empty question" in result.stderr
     result = run_plugsft("chat", run, "--top-p", "2", "--temperature", "1")
-    assert result.returncode == 2 and "top_p = 2.0: must be above 0" in result.stderr
+    assert (
+        result.returncode == 2
+        and "top_p = 2.0: it should be less than or equal to 1" in result.stderr
+    )

@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 
 from plugsft.api import PlugsftError
 from plugsft.base.atomic import damage
+from plugsft.export.card import is_edited, model_card
 from plugsft.export.folder import ensure_model
-from plugsft.export.hub import is_edited, model_card
 
 LOAD = """
 import sys, torch

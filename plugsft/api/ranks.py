@@ -3,7 +3,6 @@
 Each rank is `python -m plugsft.api.ranks FOLDER`, below the launcher that `plugsft launch` uses.
 """
 
-import json
 import os
 import pickle
 import signal
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -31,7 +29,7 @@ from ..start.launch import on_cpu
 from ..start.train import Resume, train_recipe
 from .recipes import Source
 
-JOB, ERROR, OUTPUT, MESSAGES = "job.json", "error-{}.pickle", "output.txt", "launcher.txt"
+JOB, ERROR, OUTPUT, MESSAGES = "job.pickle", "error-{}.pickle", "output.txt", "launcher.txt"
 PAUSE = 0.1
 """Seconds between two looks at the ranks' output."""
 SHOWN = 20
@@ -44,24 +42,16 @@ def train_on_ranks(
     """Train with several processes; print their output, raise their error."""
     for name, plugin in source.own.items():
         ensure_importable(name, plugin.target)
-    if "RANK" in os.environ:
-        raise LaunchError(
-            f"ranks={ranks}: a launcher has started this process as a rank already; leave ranks out"
-        )
     if ranks < 1:
         raise LaunchError(f"ranks={ranks}: give 1 or more")
     ensure_inputs(recipe, source.path)
     layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)
-        job = {
-            "tables": source.tables | {"plugins": recipe.plugins},
-            "path": str(source.path),
-            "start": asdict(start) | {"path": start.path and str(start.path)},
-        }
-        (folder / JOB).write_text(json.dumps(job))
+        # Only this user may enter the folder; what it holds is our own.
+        job = source.tables | {"plugins": recipe.plugins}, source.path, start
+        (folder / JOB).write_bytes(pickle.dumps(job))
         code = _launch(folder, layout)
-        # Written by our own ranks, in a folder that only this user may enter.
         found = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob(ERROR.format("*")))]
         if found:  # the errors of other ranks name the first
             raise min(found, key=lambda error: type(error).__name__ == "PeerError")
@@ -123,12 +113,10 @@ def main(folder: Path) -> int:
     os.dup2(1, 2)  # the launcher's own messages stay apart
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     quiet_libraries()
-    job = json.loads((folder / JOB).read_text())
+    tables, path, start = pickle.loads((folder / JOB).read_bytes())
     try:
-        recipe, active = resolve(job["tables"], (), job["path"])
-        options = job["start"]
-        start = Resume(**options | {"path": options["path"] and Path(options["path"])})
-        train_recipe(recipe, active, Path(job["path"]), start)
+        recipe, active = resolve(tables, (), path)
+        train_recipe(recipe, active, path, start)
     except BaseException as error:
         (folder / ERROR.format(os.environ["RANK"])).write_bytes(_pickled(error))
         return getattr(error, "exit_code", 1)

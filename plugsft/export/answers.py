@@ -1,55 +1,51 @@
 """Options of a model's answers, checked before torch is imported."""
 
-import sys
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from ..base.errors import PlugsftError
 
-LEAST, MOST = 5e-324, sys.float_info.max
-LIMITS = {
-    "max_tokens": (1, MOST, "at least 1"),
-    "temperature": (0, MOST, "at least 0"),
-    "top_p": (LEAST, 1, "above 0 and at most 1"),
-    "top_k": (1, MOST, "at least 1"),
-    "repetition_penalty": (LEAST, MOST, "above 0; 1 changes nothing"),
-    "seed": (0, 2**64 - 1, "from 0 to 2^64 - 1"),
-}
-"""Option -> its smallest and largest value, and the words for them."""
+SAMPLING = ("top_p", "top_k", "repetition_penalty")
+"""Options that transformers knows by these names."""
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Answers:
     """Options of the answers of a trained model.
 
     Where top_p, top_k or repetition_penalty is None, the model's generation_config decides.
     """
 
-    max_tokens: int = 256
+    max_tokens: Annotated[int, Field(ge=1)] = 256
     """Tokens of the longest answer."""
-    temperature: float = 0.0
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """0: always the likeliest token."""
     system: str = ""
     """The system message."""
-    top_p: float | None = None
+    top_p: Annotated[Positive, Field(le=1)] | None = None
     """Sample from the likeliest tokens that have this probability together."""
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
     """Sample from this number of the likeliest tokens."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Positive | None = None
     """Above 1: tokens that the chat has already are less likely."""
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     """The seed of the random numbers; None: a new one each time."""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_option(cls, options: Any, check: Any) -> Any:
+        try:
+            return check(options)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            why = wrong["msg"].replace("Input should", "it should")
+            name = wrong["loc"][0]
+            raise PlugsftError(f"{name} = {wrong['input']!r}: {why}") from error
+
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Answers).items():
-            value, number = getattr(self, name), kind in (float, float | None)
-            if not isinstance(value, kind | int if number else kind):
-                wanted = "a text" if kind is str else "a number" if number else "a whole number"
-                raise PlugsftError(f"{name} = {value!r}: must be {wanted}")
-        for name, (least, most, wanted) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise PlugsftError(f"{name} = {value}: must be {wanted}")
         for name in ("top_p", "top_k"):
             if not self.temperature and getattr(self, name) is not None:
                 raise PlugsftError(
@@ -59,6 +55,6 @@ class Answers:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options that transformers knows by these names."""
-        names = ("top_p", "top_k", "repetition_penalty")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The options that are set, by transformers' names."""
+        chosen = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in chosen.items() if value is not None}

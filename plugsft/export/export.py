@@ -37,8 +37,8 @@ from ..ranks.launch import silence_libraries
 from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
+from .card import add_card, run_of
 from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
-from .hub import add_card, run_of
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
 from .verified import ensure_same_base, source_of
 

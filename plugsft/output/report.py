@@ -1,6 +1,5 @@
-"""A run's record as one HTML page that needs no network."""
+"""A run's record as one HTML page that needs no network; report.html has its words and places."""
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -8,6 +7,8 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
 
 from ..base.atomic import write_text
 from .folder import read_run
@@ -56,21 +57,23 @@ def render(run: RunRecord, samples: Sequence[dict[str, Any]] = ()) -> str:
         "per_epoch": run.steps.per_epoch,
         **{key: {name: table.get(name) for name in DRAWN} for key, table in tables.items()},
     }
-    parts = {
-        "name": _show(run.name),
-        "head": _head(run),
-        "sections": samples_section(samples) + _sections(run),
-        "numbers": json.dumps(numbers).replace("<", "\\u003c"),
-    }
-    return fill_page(SKELETON, scripts="; script-src 'unsafe-inline'", **parts)
+    notes = {"reason": run.reason, "warnings": run.warnings}
+    shares = {name: f"{share:.0%}" for name, share in run.profile.shares.items()}
+    return fill_page(
+        SKELETON,
+        run=run,
+        numbers=numbers,
+        notes={name: note for name, note in notes.items() if note},
+        samples=_samples(samples),
+        profile=shares and {**shares, "findings": run.profile.findings},
+        plugins=_plugins(run),
+        setup=_setup(run),
+    )
 
 
-def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:
-    """Fill in a page with the shared head; the texts of the parts are escaped."""
-    page = skeleton.read_text("utf-8").replace("<!--shared head-->\n", HEAD.read_text("utf-8"))
-    # An escaped text holds no "<", so it cannot pass for a mark.
-    for mark, part in {"scripts": scripts, **parts}.items():
-        page = page.replace(f"<!--{mark}-->", part)
+def fill_page(skeleton: Path, **parts: Any) -> str:
+    """Fill in a page with the shared head; texts are escaped, unless the page calls them safe."""
+    page = PAGES.from_string(skeleton.read_text("utf-8")).render(parts)
     return page.encode("utf8", "replace").decode()
 
 
@@ -99,67 +102,57 @@ def _curve(points: Points) -> dict[str, list[Any]]:
 
 
 def _show(value: Any) -> str:
-    """Write a value for people, escaped for HTML and cut."""
+    """Write a value for people, and cut it."""
     text = figure(value)
-    return html.escape(text[:MAX_TEXT] + "…" * (len(text) > MAX_TEXT))
+    return text[:MAX_TEXT] + "…" * (len(text) > MAX_TEXT)
 
 
-def _facts(table: Mapping[str, Any]) -> str:
-    """Write a list of names and values; a value that is a list takes a line for each item."""
-    rows = ""
-    for name, value in islice(table.items(), MAX_ROWS):
-        items = value[:MAX_ROWS] if isinstance(value, list) else [value]
-        shown = "".join(f"<dd>{_show(item)}</dd>" for item in items)
-        rows += f"<div><dt>{_show(name)}</dt>{shown}</div>\n"
-    return f"<dl>\n{rows}</dl>"
+def _lines(table: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
+    """Names and values of a table; a value that is a list takes a line for each item."""
+    return [
+        (name, value[:MAX_ROWS] if isinstance(value, list) else [value])
+        for name, value in islice(table.items(), MAX_ROWS)
+    ]
 
 
-def _head(run: RunRecord) -> str:
-    status, started = _show(run.status), _show(run.started)
-    notes = {k: v for k, v in (("reason", run.reason), ("warnings", run.warnings)) if v}
-    results = "; ".join(f"{name} {text}" for name, text in run.figures.items())
-    return f"""<p class="meta">
-<span class="status {status}">{status}</span> <time>{started.replace("T", " ")}</time></p>
-<h1>{_show(run.name)}</h1>
-<p class="result">{results}</p>
-{f'<div class="note {status}">{_facts(notes)}</div>' if notes else ""}"""
-
-
-def samples_section(lines: Sequence[dict[str, Any]]) -> str:
+def _samples(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """The answers to each prompt: the last, and some evenly before it."""
     answers: dict[str, dict[int, str]] = {}
     for line in lines:
         answers.setdefault(str(line.get("prompt")), {})[line["step"]] = str(line.get("answer"))
-    if not answers:
-        return ""
-    parts = ""
+    shown = {}
     for prompt, by_step in islice(answers.items(), MAX_PROMPTS):
         every = -(-len(by_step) // MAX_STEPS)
         steps = reversed(sorted(by_step, reverse=True)[::every])
-        rows = {f"step {step:,}": by_step[step] or "(empty)" for step in steps}
-        parts += f"<h3>{_show(prompt)}</h3>\n{_facts(rows)}\n"
-    note = '<p class="small">samples.jsonl has all prompts and steps.</p>'
-    return f'<h2>Samples</h2>\n<div class="samples">\n{parts}</div>\n{note}\n'
+        shown[prompt] = {f"step {step:,}": by_step[step] or "(empty)" for step in steps}
+    return shown
 
 
-def _sections(run: RunRecord) -> str:
-    page, plugins = "", dict[str, Any]()
-    if profile := {name: f"{share:.0%}" for name, share in run.profile.shares.items()}:
-        findings = {"findings": run.profile.findings}
-        page = f"<h2>Where the time went</h2>\n{_facts(profile | findings)}\n"
-    for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
-        if data := run.table(key):
-            pair = f'<div id="{key}"></div>{_facts(data)}'
-            page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
+def _plugins(run: RunRecord) -> dict[str, list[str]]:
+    """What each plugin did, where it is from, and its options."""
+    plugins = {}
     for plugin in run.plugins:
         options = ", ".join(f"{k} = {json.dumps(v)}" for k, v in plugin.options.items())
         plugins[plugin.name] = [plugin.summary, plugin.origin, options]
-    if plugins:
-        page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins)}</div>\n'
-    tables: dict[str, Any] = {"run": {}}
+    return plugins
+
+
+def _setup(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """The tables of run.json that have no place of their own on the page."""
+    tables: dict[str, dict[str, Any]] = {"run": {}}
     for key, value in run.facts.items():
         if key not in NOT_SETUP:
             where = tables.setdefault(key, {}) if isinstance(value, dict) else tables["run"]
             where |= run.table(key)
-    setup = "".join(f"<div><h3>{_show(key)}</h3>{_facts(tables[key])}</div>\n" for key in tables)
-    return f'{page}<h2>Setup</h2>\n<div class="facts">{setup}</div>'
+    return tables
+
+
+# Pages of other rooms include the head, which lies here.
+PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
+PAGES.filters |= {"show": _show, "lines": _lines}
+PAGES.policies["json.dumps_kwargs"] = {"sort_keys": False}

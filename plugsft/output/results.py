@@ -13,7 +13,7 @@ from ..base.console import out, print_table, say
 from ..base.errors import PlugsftError
 from ..recipe.parse import differences, flatten
 from .folder import how_to_continue, read_recipe, read_run
-from .run_record import Data, RunRecord, figure, finite, label
+from .run_record import RecordedData, RunRecord, figure, finite, label
 
 WIDE = 36
 """Most characters of a column; a longer value has a line of its own."""
@@ -59,7 +59,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "talk", f"plugsft chat {shlex.quote(str(folder))}"
 
 
-class Row(NamedTuple):
+class Comparison(NamedTuple):
     """A value of each run, and the relative change from A to B."""
 
     name: str
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     change: str = ""
 
 
-Section = tuple[str, list[Row], list[str]]
+Section = tuple[str, list[Comparison], list[str]]
 """Title, rows, and further lines of the differences in one part of the runs."""
 
 
@@ -89,11 +89,11 @@ def diff(first: Path, second: Path) -> None:
         say(f"\nthe same: {', '.join(same)}")
 
 
-def show(title: str, rows: list[Row], lines: list[str]) -> None:
+def show(title: str, rows: list[Comparison], lines: list[str]) -> None:
     """Print two values in a line, then long ones below each other."""
     long = [row for row in rows if max(len(row.a), len(row.b)) > WIDE]
     say("")
-    print_table([Row(title, "A", "B"), *(row for row in rows if row not in long)])
+    print_table([Comparison(title, "A", "B"), *(row for row in rows if row not in long)])
     for row in long:
         say(f"{row.name}  A: {row.a}\n{'':<{len(row.name)}}  B: {row.b}")
     for line in lines:
@@ -115,13 +115,13 @@ def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
     yield "results", rows, losses(a, b)
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     """Rows of what differs only: two runs have hundreds of values in common."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
-    return [row_of(name, a.get(name), b.get(name)) for name in names]
+    return [compared(name, a.get(name), b.get(name)) for name in names]
 
 
-def row_of(name: str, a: Any, b: Any) -> Row:
+def compared(name: str, a: Any, b: Any) -> Comparison:
     """Write two values, and the relative change of numbers; a missing value is None."""
     change = ""
     # A relative change across zero has no meaning.
@@ -129,7 +129,7 @@ def row_of(name: str, a: Any, b: Any) -> Row:
         share = (b - a) / abs(a)
         digits = "+,.0f" if share >= 1 else "+.3g"
         change = "rounding" if abs(share) < ROUNDING else f"{100 * share:{digits}}%"
-    return Row(name, figure(a), figure(b), change)
+    return Comparison(name, figure(a), figure(b), change)
 
 
 def recipe_keys(folder: Path) -> dict[str, Any]:
@@ -150,23 +150,23 @@ def plugins(run: RunRecord) -> dict[str, Any]:
     return values
 
 
-def token_changes(a: Data, b: Data) -> list[str]:
+def token_changes(a: RecordedData, b: RecordedData) -> list[str]:
     """Say why the tokens of B are not those of A."""
     changes = dict.fromkeys(differences(a.key_parts, b.key_parts))
     return [f"tokens of B: {change}" for change in changes]
 
 
-def results(a: RunRecord, b: RunRecord) -> Iterator[Row]:
+def results(a: RunRecord, b: RunRecord) -> Iterator[Comparison]:
     """Yield the results of the runs at their ends, and at the last step that both have."""
-    yield row_of("steps", a.steps.done, b.steps.done)
+    yield compared("steps", a.steps.done, b.steps.done)
     for name in dict.fromkeys([*a.series, *b.series]):
         if name in TRAINED or name.startswith("eval_"):
             first, second = (dict(finite(run.series.get(name, []))) for run in (a, b))
             ends = [max(points, default=0) for points in (first, second)]
-            yield row_of(label(name), first.get(ends[0]), second.get(ends[1]))
+            yield compared(label(name), first.get(ends[0]), second.get(ends[1]))
             common = max(first.keys() & second.keys(), default=None)
             if common is not None and ends[0] != ends[1]:
-                yield row_of(f"{label(name)} at step {common:,}", first[common], second[common])
+                yield compared(f"{label(name)} at step {common:,}", first[common], second[common])
 
 
 def losses(a: RunRecord, b: RunRecord) -> list[str]:

@@ -29,7 +29,7 @@ Numbers = dict[str, Number | None]
 Points = list[tuple[float, float | None]]
 
 
-class Table(BaseModel):
+class RecordedTable(BaseModel):
     """A table of run.json; null is the default, and other keys stay."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -42,7 +42,7 @@ class Table(BaseModel):
         return {key: value for key, value in table.items() if value is not None}
 
 
-class Steps(Table):
+class Steps(RecordedTable):
     """Steps that are done, of the whole run, and of an epoch."""
 
     done: Count = 0
@@ -50,7 +50,7 @@ class Steps(Table):
     per_epoch: Count = 0
 
 
-class Machine(Table):
+class RecordedMachine(RecordedTable):
     """Where a run trained."""
 
     host: str = ""
@@ -61,7 +61,7 @@ class Machine(Table):
     ranks: Count = 1
 
 
-class Model(Table):
+class RecordedModel(RecordedTable):
     """What a run trained."""
 
     source: str = ""
@@ -71,13 +71,13 @@ class Model(Table):
     trained_parameters: Count = 0
 
 
-class RowCount(Table):
+class RowCount(RecordedTable):
     """How many rows have something in common."""
 
     count: Count = 0
 
 
-class Source(Table):
+class RecordedSource(RecordedTable):
     """A source of the data."""
 
     name: str
@@ -85,7 +85,7 @@ class Source(Table):
     examples: Count = 0
 
 
-class Data(Table):
+class RecordedData(RecordedTable):
     """The rows of a run, or of its evaluation."""
 
     rows: Count = 0
@@ -94,7 +94,7 @@ class Data(Table):
     trained_tokens: Count = 0
     bad_rows: dict[str, RowCount] = {}
     truncated: RowCount = RowCount()
-    sources: list[Source] = []
+    sources: list[RecordedSource] = []
     mask: str = ""
     key_parts: dict[str, Any] = {}
 
@@ -107,7 +107,7 @@ class Data(Table):
         )
 
 
-class Plugin(Table):
+class RecordedPlugin(RecordedTable):
     """A plugin of a run."""
 
     name: str
@@ -116,14 +116,14 @@ class Plugin(Table):
     summary: str = ""
 
 
-class Profile(Table):
+class Profile(RecordedTable):
     """What a profiler found."""
 
     shares: dict[str, Number] = {}
     findings: list[str] = []
 
 
-class RunRecord(Table):
+class RunRecord(RecordedTable):
     """A run's record; what it does not know has a default."""
 
     folder: Path = Path()
@@ -139,11 +139,11 @@ class RunRecord(Table):
     warnings: list[str] = []
     versions: dict[str, str] = {}
     steps: Steps = Steps()
-    machine: Machine = Machine()
-    model: Model = Model()
-    data: Data | None = None
-    eval: Data | None = None
-    plugins: list[Plugin] = []
+    machine: RecordedMachine = RecordedMachine()
+    model: RecordedModel = RecordedModel()
+    data: RecordedData | None = None
+    eval: RecordedData | None = None
+    plugins: list[RecordedPlugin] = []
     throughput: Numbers = {}
     memory: Numbers = {}
     profile: Profile = Profile()

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
-from plugsft.output.report import samples_section
+from plugsft.output.report import render
+from plugsft.output.run_record import RunRecord
 from plugsft.plugins.samples import read_prompts
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -207,9 +208,11 @@ def test_the_report_shows_escaped_answers_of_few_steps():
         for n in range(20)
         for step in range(1, 101)
     ]
-    page = samples_section([*lines, {"step": 1, "prompt": [], "answer": 3}])
+    run = RunRecord(status="completed")
+    whole = render(run, [*lines, {"step": 1, "prompt": [], "answer": 3}])
+    page = whole.partition("<h2>Samples</h2>")[2].partition("<h2>Setup</h2>")[0]
     assert "<h3>&lt;b&gt;0</h3>" in page and "<b>" not in page and "<i>" not in page
     assert page.count("<h3>") == 10 and page.count("<dt>") == 120 and len(page) < 80_000
     assert "<dt>step 1</dt>" in page and "<dt>step 100</dt><dd>&lt;i&gt;100x" in page
     assert "samples.jsonl has all prompts and steps" in page
-    assert samples_section([]) == ""
+    assert "Samples" not in render(run)

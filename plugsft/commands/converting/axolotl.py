@@ -3,33 +3,9 @@
 from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import training
-from .conversion import Conversion, Copied, Tool, hold_out, listed_parts, places, set_sources
+from .conversion import Conversion, Tool, hold_out, listed_parts, places, set_sources
 
-COPIED: Copied = {
-    **training.SHARED,
-    "base_model": ("model.path", str),
-    "output_dir": ("output", "./model-out"),
-    "learning_rate": ("train.learning_rate", float),
-    "logging_steps": ("train.log_every", int),
-    "save_total_limit": ("checkpoint.keep", 4),
-    "dataset_prepared_path": ("plugins.arrow_cache.folder", str),
-    "torch_compile": ("plugins.compile", dict),
-    "liger_fused_linear_cross_entropy": ("plugins.fused_loss", dict),
-    "flash_attention": ("plugins.flash_attention", dict),
-}
-LORA: Copied = {
-    "lora_r": ("plugins.lora.r", 8),
-    "lora_alpha": ("plugins.lora.alpha", 8),
-    "lora_dropout": ("plugins.lora.dropout", 0.0),
-    "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
-}
-LIGER: Copied = {
-    "liger_rms_norm": ("plugins.liger.rms_norm", bool),
-    "liger_layer_norm": ("plugins.liger.layer_norm", bool),
-    "liger_glu_activation": ("plugins.liger.mlp", bool),
-    "liger_rope": ("plugins.liger.rope", bool),
-}
-REFUSED = {
+IMPOSSIBLE = {
     "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
     "process_reward_model": "plugsft scores whole answers; use axolotl",
 }
@@ -63,12 +39,12 @@ PAIRS = (
 
 def convert(c: Conversion) -> None:
     """Write the recipe."""
-    for key, reason in REFUSED.items():
+    for key, reason in IMPOSSIBLE.items():
         if c.get(key):
             raise c.refuse(key, reason)
     if not c.get("base_model"):
         raise RecipeError(f"{c.path}: names no model; set base_model")
-    c.copy(COPIED)
+    c.copy("copied", "shared", "axolotl")
     _set_objective(c)
     _set_data(c)
     _set_texts(c)
@@ -98,7 +74,7 @@ def convert(c: Conversion) -> None:
 def _set_objective(c: Conversion) -> None:
     """Write the plugin of a preference run, or refuse the run."""
     kind = c.get("rl")
-    c.copy({"reward_model": ("plugins.reward", dict)})
+    c.switch("plugins.reward", "reward_model")
     if kind == "kto":
         c.set("plugins.kto", {}, "rl")
     elif kind in PREFERENCES:
@@ -208,7 +184,7 @@ def _set_lora(c: Conversion) -> None:
     if adapter not in (None, "lora", "qlora"):
         raise c.refuse("adapter", "plugsft trains LoRA alone; use [plugins.lora]")
     if adapter:
-        c.copy(LORA)
+        c.copy("lora", "axolotl")
         if c.read("lora_target_linear", False):
             c.set("plugins.lora.targets", "all-linear", "lora_target_linear")
         else:
@@ -227,7 +203,7 @@ def _set_speed(c: Conversion) -> None:
     if any("CutCross" in name for name in names):
         c.set("plugins.fused_loss", {}, "plugins")
     if "plugins.lora.r" not in c.lines:
-        c.copy(LIGER)
+        c.copy("liger", "axolotl")
     training.set_attention(c, "attn_implementation")
     checkpointing = c.get("gradient_checkpointing", False)
     if checkpointing not in (False, "false"):
@@ -236,105 +212,7 @@ def _set_speed(c: Conversion) -> None:
         key = c.first("activation_offloading", "gradient_checkpointing")
         c.set("plugins.activation_offload", {}, key)
     if not training.packs(c):
-        c.copy({"group_by_length": ("plugins.length_group", dict)})
+        c.switch("plugins.length_group", "group_by_length")
 
 
-QUANTIZED = "plugsft quantizes itself; use [plugins.quantize] on a model in bfloat16"
-NO_QAT = "no training for quantized use; use [plugins.fp8], or quantize the trained model"
-ONLINE = "for runs that generate while they train; use axolotl for these"
-EXPERTS = "use plugins.lora.experts = true"
-WATCHDOG = "a loss that is not finite stops the run; use a plugin with `logged` for a threshold"
-PROPERTY = "a message has role or from, and content or value; use these, renamed in the data"
-THOUGHTS = "thoughts are read from reasoning_content, thinking or reasoning; use one of these"
-TOOL = Tool(
-    "axolotl",
-    marks=(
-        "base_model",
-        "sequence_len",
-        "micro_batch_size",
-        "num_epochs",
-        "adapter",
-        "datasets",
-        "sample_packing",
-        "optimizer",
-        "lr_scheduler",
-        "val_set_size",
-    ),
-    convert=convert,
-    unlike={
-        **training.UNLIKE,
-        "datasets[].type": OWN_TEXT,
-        "datasets[].message_property_mappings": PROPERTY,
-        "datasets[].field_thinking": THOUGHTS,
-        "datasets[].template_thinking_key": THOUGHTS,
-        "special_tokens": training.TOKENS,
-        "tokenizer_use_mistral_common": "transformers' tokenizer is used; use its template",
-        "resize_token_embeddings_to_32x": "embeddings grow with model.add_tokens alone; use it",
-        "unfrozen_parameters": "all weights are trained, or adapters; use modules_to_save",
-        "gptq": QUANTIZED,
-        "model_config": "use a copy of the model's folder with a changed config.json",
-        "model_quantization_config": QUANTIZED,
-        "model_quantization_config_kwargs": QUANTIZED,
-        "quantize_moe_experts": QUANTIZED,
-        "qat": NO_QAT,
-        "ebft": ONLINE,
-        "trl": ONLINE,
-        "llama4_linearized_experts": EXPERTS,
-        "lora_target_parameters": EXPERTS,
-        "loss_watchdog_threshold": WATCHDOG,
-        "loss_watchdog_patience": WATCHDOG,
-        "context_parallel_size": "plugsft shards data and weights only; use FSDP2 or ZeRO-3",
-    },
-    usual={
-        "datasets[].message_property_mappings.role": ("role", "from"),
-        "datasets[].message_property_mappings.content": ("content", "value"),
-        "datasets[].message_field_role": ("role", "from"),
-        "datasets[].message_field_content": ("content", "value"),
-        "datasets[].train_on_eos": ("turn",),
-        "datasets[].field_thinking": ("thinking", "reasoning_content", "reasoning"),
-        "datasets[].template_thinking_key": ("thinking", "reasoning_content", "reasoning"),
-        "context_parallel_size": (1,),
-    },
-    same=(
-        *training.SAME,
-        *LORA,
-        *LIGER,
-        "lora_target_linear",
-        "lora_target_modules",
-        "load_in_8bit",
-        "save_steps",
-        "save_strategy",
-        "evals_per_epoch",
-        "datasets[].roles",
-        "warmup_ratio",
-        "fsdp",
-        "dp_shard_size",
-        "batch_size",
-        "group_by_length",
-        # These change speed, memory or files.
-        "model_type",
-        "tokenizer_type",
-        "special_tokens.pad_token",
-        "lora_fan_in_fan_out",
-        "experimental_skip_move_to_device",
-        "skip_prepare_dataset",
-        "datasets[].ds_type",
-        "eval_sample_packing",
-        "pad_to_sequence_len",
-        "strict",
-        "eval_batch_size",
-        "fsdp_version",
-        "experts_implementation",
-        "use_scattermoe",
-        "use_sonicmoe",
-        "lora_mlp_kernel",
-        "lora_qkv_kernel",
-        "lora_o_kernel",
-        "liger_rms_norm_gated",
-        "use_kernels",
-        "flex_attn_compile_kwargs",
-        "fused_attn_kernel",
-        "gemma4_hybrid_attn_impl",
-        "eot_tokens",
-    ),
-)
+TOOL = Tool("axolotl", convert, ("shared", "axolotl"))

@@ -1,6 +1,7 @@
-"""What another tool sets, on its way to a recipe: its keys, its sources, the tables of a tool."""
+"""What another tool sets, on its way to a recipe: its keys, sources, and tables in keys.toml."""
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -34,13 +35,25 @@ READERS: dict[type, TypeAdapter[Any]] = {
 CONFIG = (
     "a source has no configurations; download the files of this one, and use data.source = FILE"
 )
+KEYS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("keys.toml").read_text("utf8")
+)
+"""Section -> its tables; the file says what they hold."""
+EMPTY: dict[str, Any] = {
+    "text": "",
+    "number": 0.0,
+    "count": 0,
+    "yes or no": False,
+    "plugin": False,
+}
+"""Kind of a copied key -> the value that needs no line."""
+PARTS = ("lora", "liger")
+"""Tables of keys that need no line where their part of a run is off."""
 
 
-Copied = Mapping[str, tuple[str, Any]]
-"""Key -> the recipe's key, and the tool's default; a type, if without the key no line is needed.
-
-The type dict stands for a plugin without options, which the key switches on.
-"""
+def copied(table: str, *sections: str) -> dict[str, dict[str, Any]]:
+    """Key -> how it is copied, of a table that several sections may have."""
+    return {key: rule for section in sections for key, rule in KEYS[section][table].items()}
 
 
 @dataclass
@@ -116,18 +129,21 @@ class Conversion:
             origins = [f"{self.tool}'s default"]
         self.lines[to] = Line(value, "; ".join([*origins, *filter(None, [comment])]))
 
-    def copy(self, table: Copied) -> None:
+    def copy(self, table: str, *sections: str) -> None:
         """Write the lines of keys that mean the same in both tools."""
-        for key, (to, default) in table.items():
-            if default is dict:
-                if self.read(key, False):
-                    self.set(to, {}, key)
-            elif isinstance(default, type):
-                value = self.names(key) if default is list else self.read(key, default())
-                if value:
-                    self.set(to, value, key)
-            else:
-                self.set(to, self.read(key, default), key)
+        for key, rule in copied(table, *sections).items():
+            to, kind = rule["to"], rule.get("kind")
+            if kind is None:
+                self.set(to, self.read(key, rule["default"]), key)
+                continue
+            value = self.names(key) if kind == "names" else self.read(key, EMPTY[kind])
+            if value:
+                self.set(to, {} if kind == "plugin" else value, key)
+
+    def switch(self, plugin: str, key: str) -> None:
+        """Write the table of a plugin without options, if a key switches it on."""
+        if self.read(key, False):
+            self.set(plugin, {}, key)
 
     def value(self, to: str) -> Any:
         """Return what a line of the recipe holds so far, or None."""
@@ -156,16 +172,40 @@ class Tool:
     """
 
     name: str
-    marks: Collection[str]
-    """Keys that tell it from the other tools."""
     convert: Callable[[Conversion], None]
     """Writes the lines of the recipe; what it reads is converted, or left with a reason."""
-    unlike: Mapping[str, str]
-    """Key -> why it is not converted, and what to use, unless it is false or 0."""
-    usual: Mapping[str, tuple[Any, ...]]
-    """Key -> the values that need no line."""
-    same: Collection[str]
-    """Keys that need no line: they change no result, or belong to a part that is off."""
+    sections: tuple[str, ...]
+    """Its tables in keys.toml; its own are the last."""
+
+    @cached_property
+    def marks(self) -> Collection[str]:
+        """Keys that tell it from the other tools."""
+        marks: list[str] = KEYS[self.sections[-1]]["marks"]
+        return marks
+
+    @cached_property
+    def unlike(self) -> Mapping[str, str]:
+        """Key -> why it is not converted, and what to use, unless it is false or 0."""
+        return {key: reason for reason, keys in self._all("unlike") for key in keys}
+
+    @cached_property
+    def usual(self) -> Mapping[str, list[Any]]:
+        """Key -> the values that need no line."""
+        return dict(self._all("usual"))
+
+    @cached_property
+    def same(self) -> Collection[str]:
+        """Keys that need no line: they change no result, or belong to a part that is off."""
+        tables = [KEYS[section] for section in self.sections]
+        listed = [key for table in tables for key in table["same"]]
+        return {
+            *listed,
+            *(key for table in tables for part in PARTS for key in table.get(part, ())),
+        }
+
+    def _all(self, table: str) -> Iterator[tuple[str, list[Any]]]:
+        for section in self.sections:
+            yield from KEYS[section].get(table, {}).items()
 
     def apply(self, c: Conversion) -> None:
         """Convert all settings; name those that have no meaning in a recipe."""

@@ -6,7 +6,7 @@ from typing import Any
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import training
-from .conversion import CONFIG, Conversion, Copied, Tool, hold_out, part, rows_of, set_sources
+from .conversion import CONFIG, Conversion, Tool, hold_out, part, rows_of, set_sources
 
 INFO = "dataset_info.json"
 COLUMNS = {
@@ -23,17 +23,6 @@ COLUMNS = {
 """Column in dataset_info.json -> plugsft's column."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns that plugsft reads as chats."""
-DPO: Copied = {
-    "pref_loss": ("plugins.dpo.loss", "sigmoid"),
-    "pref_beta": ("plugins.dpo.beta", 0.1),
-}
-KTO: Copied = {
-    "pref_beta": ("plugins.kto.beta", 0.1),
-}
-LORA: Copied = {
-    "lora_dropout": ("plugins.lora.dropout", 0.0),
-    "adapter_name_or_path": ("plugins.lora.adapter", str),
-}
 
 
 def convert(c: Conversion) -> None:
@@ -50,8 +39,8 @@ def convert(c: Conversion) -> None:
         raise RecipeError(f"{c.path}: names no model; set model_name_or_path")
     if stage == "rm":
         c.set("plugins.reward", {}, "stage")
-    else:
-        c.copy({"dpo": DPO, "kto": KTO}.get(stage, {}))
+    elif stage in ("dpo", "kto"):
+        c.copy(stage, "llamafactory")
     _set_data(c)
     _set_texts(c)
     if kind == "lora":
@@ -83,8 +72,9 @@ def _set_texts(c: Conversion) -> None:
 def _set_lora(c: Conversion) -> None:
     """Write adapters; alpha is twice the rank by default."""
     rank = c.read("lora_rank", 8)
-    c.copy({"lora_rank": ("plugins.lora.r", 8), "lora_alpha": ("plugins.lora.alpha", 2 * rank)})
-    c.copy(LORA)
+    c.set("plugins.lora.r", rank, "lora_rank")
+    c.set("plugins.lora.alpha", c.read("lora_alpha", 2 * rank), "lora_alpha")
+    c.copy("lora", "llamafactory")
     if c.get("stage") in ("dpo", "kto"):
         c.set("plugins.lora.dropout", 0.0, "lora_dropout")
     training.set_targets(c, "lora_target", ["all"])
@@ -168,51 +158,4 @@ def _set_columns(c: Conversion, entries: list[dict[str, Any]]) -> None:
         c.set("data.columns", columns, comment=f"columns of {INFO}")
 
 
-MEDIA = "for images and videos, which plugsft does not read; use LLaMA-Factory for these"
-KT = "plugsft computes experts on the GPU alone; use plugins.lora.experts"
-EXPORT = "use `plugsft export MODEL --merge --to OUT`"
-TOOL = Tool(
-    "LLaMA-Factory",
-    marks=(
-        "finetuning_type",
-        "stage",
-        "template",
-        "cutoff_len",
-        "dataset",
-        "dataset_dir",
-        "lora_rank",
-        "lora_target",
-        "preprocessing_num_workers",
-        "overwrite_cache",
-        "plot_loss",
-    ),
-    convert=convert,
-    unlike={
-        **training.UNLIKE,
-        "template": "LLaMA-Factory brings a template of this name; here the model's own writes the "
-        "rows; use model.chat_template = FILE.jinja for another, and `plugsft inspect` to see it",
-        "image_max_pixels": MEDIA,
-        "video_max_pixels": MEDIA,
-        "use_kt": KT,
-        "oft_block_size": "for OFT; use [plugins.lora]",
-        "oft_target": "for OFT; use [plugins.lora]",
-        "export_dir": EXPORT,
-        "export_size": EXPORT,
-        "export_device": EXPORT,
-    },
-    usual=training.TRAINER_USUAL,
-    same=(
-        *training.TRAINER_SAME,
-        *LORA,
-        "lora_rank",
-        "lora_alpha",
-        "lora_target",
-        "pref_loss",
-        "pref_beta",
-        "packing",
-        "overwrite_cache",
-        "use_v1_kernels",
-        "infer_backend",
-        "export_legacy_format",
-    ),
-)
+TOOL = Tool("LLaMA-Factory", convert, ("shared", "trainer", "llamafactory"))

@@ -9,37 +9,8 @@ from typing import get_args
 
 from ...base.console import format_count
 from ...recipe.tables import Schedule
-from .conversion import Conversion, Copied, rows_of
+from .conversion import Conversion, rows_of
 
-SHARED: Copied = {
-    "trust_remote_code": ("model.trust_remote_code", bool),
-    "weight_decay": ("train.weight_decay", 0.0),
-    "adam_beta1": ("train.beta1", 0.9),
-    "adam_beta2": ("train.beta2", 0.999),
-    "adam_epsilon": ("train.eps", 1e-8),
-    "max_grad_norm": ("train.max_grad_norm", 1.0),
-    "seed": ("train.seed", 42),
-}
-SAME = (
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "remove_unused_columns",
-    "ddp_find_unused_parameters",
-    "deepspeed",
-    "fsdp_config",
-)
-"""Keys of all tools that need no line."""
-OFFLOAD = "shards stay on the GPU; use more GPUs"
-WHOLE = "checkpoints hold what a resumed run needs; use checkpoint.every = 0 for none but the last"
-TOKENS = "the tokenizer's own is used; use model.tokenizer = FOLDER with a changed copy"
-UNLIKE = {
-    "eos_token": TOKENS,
-    "fsdp_config.offload_params": OFFLOAD,
-    "fsdp_config.fsdp_offload_params": OFFLOAD,
-    "save_only_model": WHOLE,
-    "hub_token": "a recipe holds no secrets; use the environment variable HF_TOKEN",
-}
-"""Keys of all tools that are not converted."""
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit")
 IN_8_BITS = {
     "adamw_bnb_8bit": "adamw_8bit",
@@ -58,35 +29,6 @@ AT_END = {"checkpoint.every": 0, "eval.every": 2**31 - 1}
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 FLASH = ("flash_attention", "fa2", "fa3", "flex_attention", "xformers", "kernels-community/")
 """How the names of fast attention kernels begin."""
-TRAINER_COPIED: Copied = {
-    **SHARED,
-    "output_dir": ("output", "trainer_output"),
-    "save_total_limit": ("checkpoint.keep", int),
-    "torch_compile": ("plugins.compile", dict),
-    "dataset_num_proc": ("plugins.multiprocess_tokenize.workers", int),
-    "preprocessing_num_workers": ("plugins.multiprocess_tokenize.workers", int),
-}
-TRAINER_SAME = (
-    *SAME,
-    "ddp_timeout",
-    "dataloader_num_workers",
-    "overwrite_output_dir",
-    "plot_loss",
-    "do_eval",
-    "per_device_eval_batch_size",
-    "log_level",
-    "hub_model_id",
-    "hub_strategy",
-    "eval_steps",
-    "eval_strategy",
-    "save_steps",
-    "warmup_ratio",
-    "fsdp",
-    "group_by_length",
-)
-"""Keys that need no line."""
-TRAINER_USUAL = {"do_train": (True,), "logging_strategy": ("steps",)}
-"""Keys that need no line if they have these values."""
 
 
 def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) -> None:
@@ -233,7 +175,9 @@ def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, proje
         c.leave(key, f"[plugins.tracker] sends to {', '.join(TRACKERS)}; use one of these")
     if known:
         c.set("plugins.tracker.to", known, key)
-        c.copy({name: ("plugins.tracker.name", str), project: ("plugins.tracker.project", str)})
+        for of, to in ((name, "plugins.tracker.name"), (project, "plugins.tracker.project")):
+            if text := c.read(of, ""):
+                c.set(to, text, of)
 
 
 def set_precision(c: Conversion, default: bool) -> None:
@@ -300,17 +244,19 @@ def set_launcher(c: Conversion) -> None:
         key = c.first("deepspeed", "fsdp", "fsdp_config")
         c.leave(key, "quantized weights are not sharded; each GPU has them whole (ddp)")
         c.launcher = ""
-    c.copy(dict.fromkeys(CHECKPOINTING, ("plugins.gradient_checkpointing", dict)))
+    for key in CHECKPOINTING:
+        c.switch("plugins.gradient_checkpointing", key)
 
 
 def set_training(c: Conversion, rate: float) -> None:
     """Write what the trainer reads; sources, packing and adapters come before."""
-    c.copy(TRAINER_COPIED)
-    c.copy(
-        {"learning_rate": ("train.learning_rate", rate), "model_name_or_path": ("model.path", str)}
-    )
-    if c.get("model_revision") != "main":
-        c.copy({"model_revision": ("model.revision", str)})
+    c.copy("copied", "shared", "trainer")
+    c.set("train.learning_rate", c.read("learning_rate", rate), "learning_rate")
+    if path := c.read("model_name_or_path", ""):
+        c.set("model.path", path, "model_name_or_path")
+    revision = c.read("model_revision", "")
+    if revision not in ("", "main"):
+        c.set("model.revision", revision, "model_revision")
     set_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     set_length(c, "num_train_epochs", 3.0)
     set_schedule(c, "lr_scheduler_type", "linear")
@@ -319,16 +265,16 @@ def set_training(c: Conversion, rate: float) -> None:
     set_precision(c, default=c.tool == "TRL")
     set_attention(c, c.first("attn_implementation", "flash_attn"))
     every = 10 if c.tool == "TRL" else 500
-    c.copy({"logging_steps": ("train.log_every", every)})
+    c.set("train.log_every", c.read("logging_steps", every), "logging_steps")
     set_saving(c, "steps")
     _set_evaluation(c, float(every))
     set_trackers(c, c.names("report_to"), "report_to", "run_name", "project")
     _set_push(c)
     if "plugins.lora.r" not in c.lines:
-        c.copy({"use_liger_kernel": ("plugins.liger", dict)})
-    c.copy({"use_liger_kernel": ("plugins.fused_loss", dict)})
+        c.switch("plugins.liger", "use_liger_kernel")
+    c.switch("plugins.fused_loss", "use_liger_kernel")
     if not packs(c):
-        c.copy({"group_by_length": ("plugins.length_group", dict)})
+        c.switch("plugins.length_group", "group_by_length")
     set_launcher(c)
 
 

@@ -4,7 +4,6 @@ from ...base.errors import RecipeError
 from . import training
 from .conversion import (
     Conversion,
-    Copied,
     Tool,
     hold_out,
     listed_parts,
@@ -24,17 +23,6 @@ MARKS = {
 """Trainer -> the keys that only it has, or `trl dpo` at last."""
 ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
 """Keys of trainers that generate while they train."""
-KTO: Copied = {
-    "loss_type": ("plugins.kto.loss", "kto"),
-    "beta": ("plugins.kto.beta", 0.1),
-}
-LORA: Copied = {
-    "lora_r": ("plugins.lora.r", 16),
-    "lora_alpha": ("plugins.lora.alpha", 32),
-    "lora_dropout": ("plugins.lora.dropout", 0.05),
-    "use_rslora": ("plugins.lora.rslora", bool),
-    "lora_modules_to_save": ("plugins.lora.modules_to_save", list),
-}
 
 
 def choose_trainer(c: Conversion, named: str) -> None:
@@ -144,18 +132,16 @@ def _set_objective(c: Conversion) -> None:
         c.set(
             "plugins.dpo.loss", "length_normalized" if loss == "sigmoid_norm" else loss, "loss_type"
         )
-        c.copy({"beta": ("plugins.dpo.beta", 0.1)})
-    elif c.trainer == "kto":
-        c.copy(KTO)
-    elif c.trainer == "reward":
-        c.copy({"center_rewards_coefficient": ("plugins.reward.center", 0.0)})
+        c.copy("dpo", "trl")
+    elif c.trainer in ("kto", "reward"):
+        c.copy(c.trainer, "trl")
     elif c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
         c.leave("loss_type", "trained with the usual loss; write a plugin that implements `step`")
 
 
 def _set_lora(c: Conversion) -> None:
     """Write adapters."""
-    c.copy(LORA)
+    c.copy("lora", "trl")
     if c.trainer != "sft" and c.read("disable_dropout", True):
         comment = f"disable_dropout: true of `trl {c.trainer}`"
         c.set("plugins.lora.dropout", 0.0, "lora_dropout", comment=comment)
@@ -165,45 +151,4 @@ def _set_lora(c: Conversion) -> None:
         c.set("plugins.lora.targets", ["q_proj", "v_proj"], comment=comment)
 
 
-TOOL = Tool(
-    "TRL",
-    marks=(
-        "dataset_name",
-        "dataset_train_split",
-        "max_length",
-        "max_seq_length",
-        "dataset_mixture",
-        "use_peft",
-        "lora_r",
-        "torch_dtype",
-        "dtype",
-        "completion_only_loss",
-        "assistant_only_loss",
-        "dataset_num_proc",
-        "datasets",
-        "loss_type",
-    ),
-    convert=convert,
-    unlike={
-        **training.UNLIKE,
-        "dataset_text_field": "use data.columns = { text = ... }",
-        "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
-        "data.max_length, as in TRL 1; use data.too_long",
-    },
-    usual={
-        **training.TRAINER_USUAL,
-        "dataset_text_field": ("text",),
-    },
-    same=(
-        *training.TRAINER_SAME,
-        *LORA,
-        "lora_target_modules",
-        "beta",
-        "max_seq_length",
-        "dataset_mixture.seed",
-        "dataset_mixture.datasets[].columns",
-        "dataset_mixture.test_split_size",
-        "dataset_train_split",
-        "dataset_test_split",
-    ),
-)
+TOOL = Tool("TRL", convert, ("shared", "trainer", "trl"))
