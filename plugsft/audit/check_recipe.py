@@ -43,11 +43,6 @@ MAX_FEWER = 4
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     """Print a line for each check; then raise all problems at once."""
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
-    with active.name_failing_plugin():
-        _check(recipe, active, path, ranks)
-
-
-def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     machine, train, findings = look(), recipe.train, Findings()
     if ranks:
         machine = replace(machine, world_size=ranks, local_size=ranks)

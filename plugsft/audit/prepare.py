@@ -187,11 +187,10 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
             "prepare data.source"
         )
     active.attach(DataDefaults(recipe.folder))
-    with active.name_failing_plugin():
-        # Only the data hooks: the data may be for another machine.
-        check_recipe(recipe, active, look(), DATA)
-        data = prepare(recipe, active, share_slices)
-        check_ids(recipe, data.largest_id)
+    # Only the data hooks: the data may be for another machine.
+    check_recipe(recipe, active, look(), DATA)
+    data = prepare(recipe, active, share_slices)
+    check_ids(recipe, data.largest_id)
     for name, summary in active.summaries(DATA).items():
         if summary != "active":
             say(f"plugin {name}: {summary}")

@@ -43,7 +43,7 @@ def decay_groups(model: Module, weight_decay: float | None) -> list[dict[str, An
 
 def weights_digest(path: str, revision: str | None) -> str:
     """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
-    files = sorted({*find_weight_files(path, revision).values()})
+    files = find_weight_files(path, revision)
     if not files:
         raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
     return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})

@@ -54,8 +54,7 @@ def output_folder(
         if checkpoints is None:
             yield None
             return
-        with active.name_failing_plugin():
-            yield checkpoints
+        yield checkpoints
     say(f"model: {recipe.folder / 'model'}")
     say(f"report: {recipe.folder / 'report.html'}")
 

@@ -314,7 +314,7 @@ class MetaModel:
         if casts_weights:
             load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # Plugins accept a model on the meta device: FSDP2 loads it the same way.
-        with torch.device("meta"), active.name_failing_plugin():
+        with torch.device("meta"):
             load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
             self.model: Any = active.hooks.optimize_model(load=load)
         with self._mode:
@@ -359,8 +359,7 @@ class MetaModel:
     def _state_bytes(self) -> float:
         """Return the bytes of the optimizer's states, from a step of one weight of each shape."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        with self._active.name_failing_plugin():
-            optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
+        optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
         updated = {(weight.shape, weight.dtype): weight for weight in trained}
         with self._mode:
             for weight in updated.values():

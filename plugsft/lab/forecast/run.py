@@ -53,7 +53,7 @@ def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
     machines, per_machine = parse_gpus(options.gpus)
     cluster = cluster_of(options, machines, per_machine, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
-    with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():
+    with TemporaryDirectory(prefix="plugsft-plan-") as folder:
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
         if options.probe:
