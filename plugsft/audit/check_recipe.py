@@ -18,8 +18,8 @@ from ..batches.plan import small_data
 from ..data.defaults import DataDefaults
 from ..data.prepare import TOKEN_HOOKS
 from ..data.sample import EstimatedColumns
-from ..model.config import check_context
-from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
+from ..model.config import ensure_model_fits
+from ..model.schedule import ScheduleDefaults, ensure_schedule, factors_of, long_warmup
 from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
 from ..recipe.capabilities import Capability
@@ -57,7 +57,7 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
         findings.ok("paths", f"relative to {Path.cwd()}")
     if recipe.model.path not in wrong:
         with findings.about("model"):
-            check_context(recipe)
+            ensure_model_fits(recipe)
             _ensure_whole_weights(recipe.model)
             findings.ok("model", _describe(recipe))
     if recipe.loses_small_steps:
@@ -78,7 +78,7 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
         if len(examples["lengths"]):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
-        check_schedule(train)
+        ensure_schedule(train)
         factors_of(active.hooks.schedule(train=train, steps=steps), steps)
         schedule = " and ".join(active.having("schedule")) or train.schedule
         findings.ok("schedule", f"{schedule}, peak {train.learning_rate:g}")

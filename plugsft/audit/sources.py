@@ -12,8 +12,8 @@ from ..data.prepare import open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
-from ..model.checks import check_weights
-from ..model.config import check_ids
+from ..model.checks import ensure_example_weights
+from ..model.config import ensure_ids_known
 from ..recipe.tables import Model, Recipe, Source
 from ..registry.active import Active
 from .findings import Findings
@@ -72,7 +72,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedCo
     """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
         tokens = open_named_tokens(recipe, open_data(recipe, active), active)
-        check_ids(recipe, tokens.facts["largest_id"])
+        ensure_ids_known(recipe, tokens.facts["largest_id"])
         findings.ok("data", summarize(tokens.facts, "already prepared"))
         order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
         columns = {name: values[order] for name, values in tokens.plan_columns().items()}
@@ -111,8 +111,8 @@ def _rows(
     sample, shard = result.sample, result.sample.shard
     for warning in result.warnings:
         findings.warn("rows", f"{result.name}: {warning}")
-    check_ids(recipe, shard.largest)
-    check_weights(recipe, active, sample.tokens)
+    ensure_ids_known(recipe, shard.largest)
+    ensure_example_weights(recipe, active, sample.tokens)
     if result.errors:
         raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
     findings.ok(

@@ -93,5 +93,7 @@ class ModelDefaults(ScheduleDefaults):
         if summed:
             return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
         losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
-        rows = trained_rows(batch)
-        return losses[rows - rows // batch["labels"].shape[1]]  # without each last token
+        places = trained_rows(batch)
+        # Predictions leave out the last place of each row: before row r, r places are missing.
+        rows = places // batch["labels"].shape[1]
+        return losses[places - rows]

@@ -88,11 +88,11 @@ class Place(NamedTuple):
 
     @property
     def progress(self) -> float:
-        """The share of the steps after the warm-up that is done."""
+        """The share of the steps after the warm-up that is done; asked for after it only."""
         return (self.done - self.warmup) / (self.total - self.warmup)
 
 
-def check_schedule(train: Train) -> None:
+def ensure_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
     if train.warmup and train.schedule == "constant":
         raise RecipeError(
