@@ -100,6 +100,7 @@ def load_model(
             facts = model_facts(model, load)
         ensure_alike(facts, SAME_INPUTS)
         module, optimizer = shard_model(accelerator, load, model, make_optimizer)
+        load.files.close()
     weights = weights_of(accelerator, module, optimizer)
     return Loaded(load, module, optimizer, weights, facts[MODEL_FILES])
 

@@ -102,8 +102,7 @@ def ensure_written(
     folder: Path, files: WeightFiles, shards: dict[str, TensorShard], dtype: torch.dtype | None
 ) -> None:
     """Compare the tensors of a written folder with the trained weights."""
-    with files:
-        wrong = files.differing(shards, dtype)
+    wrong = files.differing(shards, dtype)
     if wrong:
         raise CheckpointError(
             f"{folder.parent}: the trained model was not written as it is: {wrong}. The last "

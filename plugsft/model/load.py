@@ -50,7 +50,7 @@ class Load:
     files: WeightFiles = field(default_factory=WeightFiles, init=False)
     """The files of weights that are not loaded yet."""
 
-    def build(self) -> PreTrainedModel:
+    def load_model(self) -> PreTrainedModel:
         """Load the model."""
         ensure_weights_inside(self.path)
         try:
@@ -105,7 +105,7 @@ class Load:
         )
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):
             return None
-        with torch.no_grad(), files:
+        with torch.no_grad():
             for name, buffer in persistent_buffers(model).items():
                 buffer.copy_(files.whole(name))
         for name, parameter in model.named_parameters():
@@ -153,13 +153,12 @@ def has_all_weights(model: PreTrainedModel, files: WeightFiles) -> bool:
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     tied_pairs = [(first_name[it], name) for name, it in names if name in files.shapes]
-    with files:
-        # transformers does not tie tensors whose values in the files differ.
-        return all(
-            torch.equal(files.whole(one), files.whole(other))
-            for one, other in tied_pairs
-            if one != other
-        )
+    # transformers does not tie tensors whose values in the files differ.
+    return all(
+        torch.equal(files.whole(one), files.whole(other))
+        for one, other in tied_pairs
+        if one != other
+    )
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

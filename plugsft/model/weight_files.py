@@ -9,11 +9,10 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -36,7 +35,8 @@ from transformers.integrations import deepspeed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from ..base.checksums import digest
+from ..base.checksums import cached_file_digest, digest
+from ..base.errors import RecipeError
 from .tensor_shards import TensorShard
 
 SAMPLE = 64
@@ -152,30 +152,22 @@ class WeightFiles:
     def __init__(self, model: Any = None, paths: Iterable[str | Path] = ()) -> None:
         """Without a model, tensors keep their names."""
         self._model = model
-        self._files: dict[str, str | Path] = {}
-        """Tensor in the files -> its file."""
-        self._stack = ExitStack()
-        self._opened: dict[str | Path, Any] = {}
+        self._files: dict[str, Any] = {}
+        """Tensor in the files -> its open file."""
         self._last: dict[str, Tensor] = {}
         """The tensors of the group that was converted last."""
-        shapes = {}
         for path in paths:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
+            file: Any = safe_open(path, "pt")
+            self._files |= dict.fromkeys(file.keys(), file)
+        shapes = {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
         self._groups, self.conversions = group_tensors(model, shapes)
         """transformers' rules by which tensors were converted."""
         self.shapes = {name: group.shapes[name] for name, group in self._groups.items()}
         """Tensor of the model -> its shape after conversion."""
 
-    def __enter__(self) -> Self:
-        for path in {*self._files.values()}:
-            self._opened[path] = self._stack.enter_context(safe_open(path, "pt"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._opened, self._last = {}, {}
+    def close(self) -> None:
+        """Close the files: what was read of them takes memory until then."""
+        self._files, self._last = {}, {}
 
     def fill(self, name: str, shard: TensorShard) -> None:
         """Read the numbers of a shard."""
@@ -189,7 +181,7 @@ class WeightFiles:
         first, last = start // row_size, -(-stop // row_size)
         if group.converter is None and shape:
             source = next(iter(group.sources.values()))[0]
-            values: Tensor = self._opened[self._files[source]].get_slice(source)[first:last]
+            values: Tensor = self._files[source].get_slice(source)[first:last]
         elif group.by_rows:
             values = group.of_rows(first, last).convert(self._model, self._stored)[name]
         else:
@@ -226,7 +218,7 @@ class WeightFiles:
         return ""
 
     def _stored(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[self._files[name]].get_tensor(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
 
@@ -259,3 +251,11 @@ def sampled_digest(path: str, revision: str | None) -> str:
                 checksum.update(opened.read(SAMPLE_BYTES))
         sampled[file.name] = f"{size} {checksum.hexdigest()}"
     return digest(sampled)[:8]
+
+
+def weights_digest(path: str, revision: str | None) -> str:
+    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
+    files = find_weight_files(path, revision)
+    if not files:
+        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
+    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})

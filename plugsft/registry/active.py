@@ -131,14 +131,13 @@ class Active:
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of a plugin's file, or of its package's version and files."""
-        module = sys.modules[type(self.plugins[name]).__module__]
-        file = Path(getattr(module, "__file__", os.devnull))  # a notebook's origin has a checksum
-        if self.is_bundled(name):
-            folders = [file.parent] if file.name == "__init__.py" else []
-        else:
-            package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
-            folders = [Path(folder) for folder in getattr(package, "__path__", ())]
-        files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [file]
+        module = type(self.plugins[name]).__module__
+        package = module if self.is_bundled(name) else module.partition(".")[0]
+        folders = getattr(sys.modules[package], "__path__", ())
+        # A notebook has no file, and a checksum in its origin.
+        file = getattr(sys.modules[module], "__file__", os.devnull)
+        files = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+        files = files or [Path(file)]
         # Only file names: the folder may differ between machines.
         names = [(path.name, file_digest(path)) for path in files]
         return digest({"origin": self.found[name].origin, "files": names})

@@ -16,14 +16,26 @@ SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plug
 SOURCE = "plugsft_source"
 """Attribute of an error: the registration that it comes from."""
 
-METRICS = frozenset(
-    [
-        *("step", "epoch", "loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate"),
-        *("trained_tokens", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
-        *("padding", "examples_per_micro_batch", "imbalance", "memory_gib", "stop"),
-        "computed_tokens",
-    ]
-)
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "loss_scale",
+    "skipped_steps",
+    "learning_rate",
+    "trained_tokens",
+    "tokens",
+    "computed_tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "padding",
+    "examples_per_micro_batch",
+    "imbalance",
+    "memory_gib",
+    "stop",
+}
 """The core's metrics, and the counts that are all-reduced with them."""
 
 

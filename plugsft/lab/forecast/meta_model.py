@@ -244,7 +244,7 @@ class _ConfigLoad(Load):
 
     config: PretrainedConfig = field(kw_only=True)
 
-    def build(self) -> Any:
+    def load_model(self) -> Any:
         """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         quantization = rest.pop("quantization_config", None)
