@@ -3,8 +3,8 @@
 from .batches.labels import buffer, make_labels, model_inputs, target_places
 from .model import fused_head
 from .model.answers import lay_out
-from .model.for_plugins import decay_groups, decoder_layers
-from .model.meta_model import find_modules, meta_model
+from .model.defaults import decay_groups
+from .model.for_plugins import decoder_layers, find_modules, meta_model
 from .model.tensor_shards import num_weights, shard_of, whole_shape
 from .model.weight_files import meta_copy
 

@@ -172,11 +172,7 @@ class OpenRun:
         """End the run, however it ends: notify the plugins, and close the record."""
         notified = False
         try:
-            with (
-                self.stopping,
-                ending_together(self.recipe.output),
-                self.active.name_failing_plugin(),
-            ):
+            with self.stopping, ending_together(self.recipe.output):
                 self._begin()
                 yield
                 with self.agreed("ending the run"):

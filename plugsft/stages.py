@@ -26,8 +26,8 @@ from .checkpoint.final_model import ensure_saveable
 from .checkpoint.save import ensure_one_output
 from .data.load_tokenizer import new_ids
 from .data.prepare import Prepared, prepare
-from .model.checks import check_example_weights, check_recipe
-from .model.config import check_ids
+from .model.checks import ensure_example_weights, ensure_trainable
+from .model.config import ensure_ids_known
 from .model.load import Load, make_load, make_scratch_model
 from .model.schedule import Schedule
 from .ranks.agree import agreed, ensure_alike
@@ -57,11 +57,11 @@ class Loaded:
 
 def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
     """Check the recipe, and turn its rows into tokens."""
-    check_recipe(recipe, active, machine)
+    ensure_trainable(recipe, active, machine)
     data = prepare(recipe, active)
-    check_ids(recipe, data.largest_id)
+    ensure_ids_known(recipe, data.largest_id)
     for tokens in filter(None, (data.tokens, data.evaluation)):
-        check_example_weights(recipe, active, tokens)
+        ensure_example_weights(recipe, active, tokens)
     return data
 
 
@@ -101,6 +101,7 @@ def load_model(
             facts = model_facts(model, load)
         ensure_alike(facts, SAME_INPUTS)
         module, optimizer = shard_model(accelerator, load, model, make_optimizer)
+        load.files.close()
     weights = weights_of(accelerator, module, optimizer)
     return Loaded(load, module, optimizer, weights, facts[MODEL_FILES])
 

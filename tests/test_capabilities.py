@@ -10,7 +10,7 @@ from conftest import ROOT, run_plugsft, write_recipe
 from plugin_packages import tables_with
 
 from plugsft import PluginError, RecipeError
-from plugsft.recipe.capabilities import CAPABILITIES, SHARED, Capability
+from plugsft.recipe.capabilities import SHARED, SUGGESTED, Capability
 from plugsft.recipe.parse import resolved
 from plugsft.registry.contracts import contract_of
 from plugsft.registry.discover import find, load_class
@@ -127,8 +127,8 @@ def test_every_capability_has_its_bundled_plugin():
         for name, found in bundled.items()
         for capability in contract_of(load_class(found)).provides
     ]
-    assert dict(provided).keys() == CAPABILITIES.keys() >= SHARED
-    assert CAPABILITIES.items() <= {*provided}
+    assert dict(provided).keys() == SUGGESTED.keys() >= SHARED
+    assert SUGGESTED.items() <= {*provided}
     assert Capability.bundled("packed_rows").table == "[plugins.bfd_packing]"
 
 
@@ -136,7 +136,7 @@ def test_the_readme_explains_every_capability():
     readme = (ROOT / "plugins/README.md").read_text(encoding="utf8")
     table = readme.split("\n| capability |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
-    assert {row[0]: row[3].split(", ")[0] for row in rows} == CAPABILITIES
+    assert {row[0]: row[3].split(", ")[0] for row in rows} == SUGGESTED
     classes = {name: load_class(found) for name, found in find().items()}
     for capability, option, meaning, plugins in rows:
         for plugin in plugins.split(", "):

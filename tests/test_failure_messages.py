@@ -97,11 +97,11 @@ LOADS = """
     from plugsft.base.errors import PlugsftError
     from plugsft.model.load import Load
     folder, spare = sys.argv[1], int(sys.argv[2])
-    Load(folder, {"dtype": torch.float32}).build()  # all is imported
+    Load(folder, {"dtype": torch.float32}).load_model()  # all is imported
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, -1))
     try:
-        Load(folder, {"dtype": torch.float64}).build()
+        Load(folder, {"dtype": torch.float64}).load_model()
     except PlugsftError as error:
         print(error.exit_code, error)
 """

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import plugsft
 from plugsft import data_kit, kit
-from plugsft.recipe.capabilities import CAPABILITIES
+from plugsft.recipe.capabilities import SUGGESTED
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
 
@@ -209,7 +209,7 @@ def test_no_test_file_is_imported():
 BUNDLED = {*find()}
 # Where a plugin's name may stand: in the table of capabilities, and as another thing's name.
 NAMED = {
-    "plugsft/recipe/capabilities.py": {*CAPABILITIES.values()},
+    "plugsft/recipe/capabilities.py": {*SUGGESTED.values()},
     "plugsft/kit/model.py": {"fused_loss"},  # a function
     "plugins/fused_loss/__init__.py": {"liger"},  # a package with a kernel
     "plugins/fused_loss/loss.py": {"liger"},

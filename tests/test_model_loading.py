@@ -41,12 +41,12 @@ def folder(tmp_path):
 
 def loaded(folder):
     load = Load(str(folder), {"dtype": torch.float32}, empty=True)
-    return load.build(), load
+    return load.load_model(), load
 
 
 def test_weights_are_left_in_their_files(folder):
     model, load = loaded(folder)
-    assert load.empty and all(parameter.is_meta for parameter in model.parameters())
+    assert load.files.shapes and all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_whole_model_is_loaded_straight_to_the_gpu(folder, tmp_path):
@@ -62,8 +62,8 @@ def test_a_whole_model_is_loaded_straight_to_the_gpu(folder, tmp_path):
     assert {parameter.device for parameter in model.parameters()} == {device}
     models = [
         model,
-        Load(str(folder), {"dtype": torch.float32}).build(),
-        Load(str(folder), {"dtype": torch.float32, "device_map": {"": "cpu"}}).build(),
+        Load(str(folder), {"dtype": torch.float32}).load_model(),
+        Load(str(folder), {"dtype": torch.float32, "device_map": {"": "cpu"}}).load_model(),
     ]
     for number, model in enumerate(models):
         assert not hasattr(model, "hf_device_map")
@@ -98,7 +98,7 @@ def test_buffers_are_read_from_the_files(folder, monkeypatch):
     model.scale.fill_(7.0)
     model.save_pretrained(folder)
     model, load = loaded(folder)
-    assert load.empty and float(model.scale.max()) == 7.0
+    assert load.files.shapes and float(model.scale.max()) == 7.0
 
 
 def test_a_range_of_numbers_is_read_from_the_rows_that_hold_it(folder):
@@ -106,12 +106,12 @@ def test_a_range_of_numbers_is_read_from_the_rows_that_hold_it(folder):
     file = folder / "model.safetensors"
     weight = load_file(file)["model.embed_tokens.weight"].flatten()
     save_file({"a": torch.tensor(5.0), "b": weight.view(40, 16)}, folder / "more.safetensors")
-    with WeightFiles(None, dict.fromkeys("ab", str(folder / "more.safetensors"))) as files:
-        assert files.numbers("a", 0, 1).tolist() == [5.0]
-        for start, stop in ((0, 640), (3, 5), (15, 17), (31, 640), (639, 640)):
-            assert torch.equal(files.numbers("b", start, stop), weight[start:stop])
-        shard = TensorShard(torch.zeros(0), 700, (40, 16))
-        files.fill("b", shard)  # a rank beyond the end of the tensor
+    files = WeightFiles(None, [folder / "more.safetensors"])
+    assert files.numbers("a", 0, 1).tolist() == [5.0]
+    for start, stop in ((0, 640), (3, 5), (15, 17), (31, 640), (639, 640)):
+        assert torch.equal(files.numbers("b", start, stop), weight[start:stop])
+    shard = TensorShard(torch.zeros(0), 700, (40, 16))
+    files.fill("b", shard)  # a rank beyond the end of the tensor
 
 
 EXPERTS = {
@@ -127,7 +127,7 @@ def test_a_model_that_is_loaded_whole_has_nothing_left_in_its_files(tmp_path, fa
     for _ in range(12):
         model, load = loaded(tmp_path)
         names = load.names_in_files(model)
-        assert load.empty == bool(names)
+        assert bool(load.files.shapes) == bool(names)
         assert all(name == stored for name, stored in names.items())
 
 
@@ -136,7 +136,7 @@ def test_a_soft_cap_of_attention_is_computed(tmp_path, empty):
     """SDPA of transformers 5.17 drops it."""
     config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.05)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = Load(str(tmp_path), {"dtype": torch.float32}, empty).build()
+    model = Load(str(tmp_path), {"dtype": torch.float32}, empty).load_model()
     chosen = model.get_correct_attn_implementation(None)
     assert [model.model.layers[0].self_attn.config._attn_implementation, chosen] == ["eager"] * 2
 
@@ -189,7 +189,7 @@ def test_a_tensor_that_the_files_lack_is_not_made_up(folder, empty):
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(RecipeError, match=r"lack 1 of the model's tensors \(model.layers.0.mlp.up"):
-        Load(str(folder), {"dtype": torch.float32}, empty=empty).build()
+        Load(str(folder), {"dtype": torch.float32}, empty=empty).load_model()
 
 
 def test_nan_in_a_file_is_loaded_as_nan(folder):
@@ -197,7 +197,7 @@ def test_nan_in_a_file_is_loaded_as_nan(folder):
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    model = Load(str(folder), {"dtype": torch.float32}).build()
+    model = Load(str(folder), {"dtype": torch.float32}).load_model()
     assert model.model.layers[0].mlp.up_proj.weight[0, 0].isnan()
 
 
@@ -207,4 +207,4 @@ def test_a_pickle_is_never_loaded(folder):
     (folder / "model.safetensors").unlink()
     for empty in (False, True):
         with pytest.raises(RecipeError, match=r"safetensors"):
-            Load(str(folder), {"dtype": torch.float32}, empty=empty).build()
+            Load(str(folder), {"dtype": torch.float32}, empty=empty).load_model()

@@ -570,7 +570,7 @@ def test_an_unforeseen_error_names_the_plugin_and_the_hook_it_came_from(company)
     ):
         tables["plugins"]["one"]["fails"] = fails
         active = resolve(tables)[1].attach(Core())
-        with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.name_failing_plugin():
+        with pytest.raises((ZeroDivisionError, TypeError)) as caught:
             active.hooks.load_batches(build=build, steps=range(2))
         assert getattr(caught.value, "__notes__", []) == notes
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments, get_scheduler
 from plugsft.base.errors import PluginError, RecipeError
 from plugsft.commands.recipes import check
 from plugsft.lab.trials import trials
-from plugsft.model.schedule import Schedule, check_schedule, schedule_factor, warmup_steps
+from plugsft.model.schedule import Schedule, ensure_schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
 
@@ -111,13 +111,13 @@ def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
 def test_options_that_a_schedule_does_not_take_are_refused(name, options, says):
     train = Train(batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options)
     with pytest.raises(RecipeError, match=r"train\.schedule_options.*" + re.escape(says)):
-        check_schedule(train)
+        ensure_schedule(train)
 
 
 def test_a_warm_up_that_a_schedule_would_ignore_is_refused():
     train = Train(batch_size=1, learning_rate=0.5, schedule="constant", warmup=0.1)
     with pytest.raises(RecipeError, match=r"train\.warmup: given 0\.1.*constant_with_warmup"):
-        check_schedule(train)
+        ensure_schedule(train)
 
 
 def test_a_run_warns_of_a_warm_up_that_takes_all_of_it(tiny):

@@ -105,7 +105,7 @@ def test_an_index_of_weights_names_only_files_of_its_folder(made, run, tmp_path,
     says = f"{index}: cannot be used: it names {name}, outside of its folder"
     assert says in refused(command, *words)
     with pytest.raises(RecipeError, match=re.escape(says)):  # as a plugin loads a reference
-        Load(str(model)).build()
+        Load(str(model)).load_model()
 
 
 PLANTED = "import pathlib; pathlib.Path('ran').touch()\n"

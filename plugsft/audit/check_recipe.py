@@ -25,9 +25,9 @@ from ..data.prepare import TOKEN_HOOKS, open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
-from ..model.checks import check_example_weights
-from ..model.config import check_context, check_ids
-from ..model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
+from ..model.checks import ensure_example_weights
+from ..model.config import ensure_ids_known, ensure_model_fits
+from ..model.schedule import ScheduleDefaults, ensure_schedule, factors_of, long_warmup
 from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
 from ..recipe.capabilities import Capability
@@ -85,8 +85,7 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
     machine, findings = look(), Findings()
     if ranks:
         machine = replace(machine, world_size=ranks, local_size=ranks)
-    with active.name_failing_plugin():
-        _check(findings, recipe, active, path, machine)
+    _check(findings, recipe, active, path, machine)
     if findings.problems:
         raise RecipeError(findings.problems)
 
@@ -106,7 +105,7 @@ def _check(
         findings.ok("paths", f"relative to {Path.cwd()}")
     if recipe.model.path not in wrong:
         with findings.about("model"):
-            check_context(recipe)
+            ensure_model_fits(recipe)
             _ensure_whole_weights(recipe.model)
             new = recipe.model.scratch
             name = f"new, at most {parameters(new):,} parameters" if new else recipe.model.path
@@ -130,7 +129,7 @@ def _check(
         with findings.about("steps"):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
-        check_schedule(train)
+        ensure_schedule(train)
         factors_of(active.hooks.schedule(train=train, steps=steps), steps)
         schedule = " and ".join(active.having("schedule")) or train.schedule
         findings.ok("schedule", f"{schedule}, peak {train.learning_rate:g}")
@@ -220,7 +219,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedCo
     """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
         tokens = open_named_tokens(recipe, open_data(recipe, active), active)
-        check_ids(recipe, tokens.facts["largest_id"])
+        ensure_ids_known(recipe, tokens.facts["largest_id"])
         findings.ok("data", summarize(tokens.facts, "already prepared"))
         order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
         columns = {name: values[order] for name, values in tokens.plan_columns().items()}
@@ -259,8 +258,8 @@ def _rows(
     sample, shard = result.sample, result.sample.shard
     for warning in result.warnings:
         findings.warn("rows", f"{result.name}: {warning}")
-    check_ids(recipe, shard.largest)
-    check_example_weights(recipe, active, sample.tokens)
+    ensure_ids_known(recipe, shard.largest)
+    ensure_example_weights(recipe, active, sample.tokens)
     if result.errors:
         raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
     findings.ok(

@@ -261,7 +261,7 @@ def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, l
             f"data.tokens: {recipe.data.tokens} holds no rows to inspect; set data.source too"
         )
     active.attach(DataDefaults(recipe.folder))
-    with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
+    with TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         # Only the data hooks: the training may be for another machine.
         check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]

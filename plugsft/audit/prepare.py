@@ -23,8 +23,8 @@ from ..data.prepare import Prepared, prepare
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource
 from ..hooks import DATA
-from ..model.checks import check_recipe
-from ..model.config import check_ids
+from ..model.checks import ensure_trainable
+from ..model.config import ensure_ids_known
 from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -150,11 +150,10 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
             "prepare data.source"
         )
     active.attach(DataDefaults(recipe.folder))
-    with active.name_failing_plugin():
-        # Only the data hooks: the data may be for another machine.
-        check_recipe(recipe, active, look(), DATA)
-        data = prepare(recipe, active, share_slices)
-        check_ids(recipe, data.largest_id)
+    # Only the data hooks: the data may be for another machine.
+    ensure_trainable(recipe, active, look(), DATA)
+    data = prepare(recipe, active, share_slices)
+    ensure_ids_known(recipe, data.largest_id)
     for name, summary in active.summaries(DATA).items():
         if summary != "active":
             say(f"plugin {name}: {summary}")

@@ -17,16 +17,15 @@ from rich.text import Text
 from .errors import PlugsftError
 from .machine import env_number
 
-CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+CONTROLS = dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+CONTROLS |= {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+"""Control characters -> pictures of them, as many."""
 QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
 """A web address with a query."""
 SIZES = "GiB is 2^30 bytes, GB 10^9."
 """The help of each option that reads a size."""
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
-"""Control characters -> pictures of them, as many."""
+UNITS = {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+UNITS |= {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class _Console(Console):
@@ -112,7 +111,7 @@ def format_size(count: float) -> str:
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
     """Yield `advance(by, note)`: a progress bar on a terminal, else a line every 30 s."""
     if not is_terminal():
-        yield _Lines(label, total, unit).advance
+        yield _line_by_line(label, total, unit)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -126,27 +125,22 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str],
         yield lambda by, note: bars.update(task, advance=by, note=note)
 
 
-class _Lines:
-    """Progress for logs: one line every 30 s."""
+def _line_by_line(label: str, total: int, unit: str) -> Callable[[int, str], None]:
+    """Progress for logs."""
+    started = printed = time.monotonic()
+    interval = env_number("PLUGSFT_PROGRESS_SECONDS", 30)
+    done = 0
 
-    def __init__(self, label: str, total: int, unit: str) -> None:
-        self._label, self._total, self._unit, self._done = label, total, unit, 0
-        self._started = self._printed = time.monotonic()
-        self._interval = env_number("PLUGSFT_PROGRESS_SECONDS", 30)
-
-    def advance(self, by: int, note: str) -> None:
-        self._done += by
+    def advance(by: int, note: str) -> None:
+        nonlocal done, printed
+        done += by
         now = time.monotonic()
-        if now - self._printed >= self._interval and self._done < self._total:
-            self._printed = now
-            left = (now - self._started) * (self._total / self._done - 1)
-            say(
-                f"{self._label}: {self._done:,} of {self._total:,} {self._unit}, {note}, "
-                f"about {timedelta(seconds=round(left))} left"
-            )
+        if now - printed >= interval and done < total:
+            printed = now
+            left = timedelta(seconds=round((now - started) * (total / done - 1)))
+            say(f"{label}: {done:,} of {total:,} {unit}, {note}, about {left} left")
 
-
-UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+    return advance
 
 
 def parse_size(text: str, option: str = "size") -> int:

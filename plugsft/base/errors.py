@@ -113,7 +113,7 @@ class TrainError(PlugsftError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error or its cause is an out-of-memory error."""
+    """Tell whether an error, its cause, or one that was being handled is out of memory."""
     if isinstance(error, MemoryError) or any(message in str(error) for message in MEMORY):
         return True
     cause = error.__cause__ or error.__context__

@@ -106,7 +106,7 @@ def num_cores() -> int:
 
 def memory_limit() -> int:
     """Return the usable bytes of memory: the machine's, or the container's if less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total: int = psutil.virtual_memory().total
     limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
     return min(total, int(limit)) if limit.isdigit() else total
 
@@ -116,12 +116,11 @@ def available_memory() -> int:
     available: int = psutil.virtual_memory().available
     # In version 2 of cgroups a process has one group, in version 1 one for memory.
     for tree, path in re.findall(r":(memory|):(/.*)", _text("/proc/self/cgroup")):
+        names = ("limit_in_bytes", "usage_in_bytes") if tree else ("max", "current")
         for group in (Path(path), *Path(path).parents):
-            limit, used, old_limit, old_used, facts = (
-                _cgroup(f"{tree}{group}/memory.{name}")
-                for name in ("max", "current", "limit_in_bytes", "usage_in_bytes", "stat")
-            )
-            if (limit := limit or old_limit).isdigit() and (used := used or old_used).isdigit():
+            limit, used = (_cgroup(f"{tree}{group}/memory.{name}") for name in names)
+            if limit.isdigit() and used.isdigit():
+                facts = _cgroup(f"{tree}{group}/memory.stat")
                 cached = map(int, re.findall(r"^(?:in)?active_file (\d+)", facts, re.M))
                 available = min(available, int(limit) - int(used) + sum(cached))
     return available

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 Ints: TypeAlias = "NDArray[np.int64]"
+"""Whole numbers; some columns are stored in 32 bits."""
+
 Batch: TypeAlias = dict[str, Any]
 """The arguments of a model call and the labels: tensors and plain values."""
 

@@ -15,13 +15,7 @@ from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
 from ..model.tensor_shards import TensorShard, shard_of
-from ..model.weight_files import (
-    WeightFiles,
-    converted_shapes,
-    find_weight_files,
-    meta_copy,
-    tensors_in,
-)
+from ..model.weight_files import WeightFiles, find_weight_files, group_tensors, meta_copy
 from ..ranks.agree import agreed
 from ..ranks.weights import Weights
 from ..recipe.capabilities import Capability
@@ -43,10 +37,14 @@ def ensure_saveable(model: Any) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
     try:
         written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
-        made = converted_shapes(twin, {name: [*tensor.shape] for name, tensor in written.items()})
+        made, _ = group_tensors(twin, {name: tensor.shape for name, tensor in written.items()})
     except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
-    lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
+    lost = [
+        name
+        for name, shape in wanted.items()
+        if name not in made or made[name].shapes[name] != shape
+    ]
     if lost:
         raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
 
@@ -104,8 +102,7 @@ def ensure_written(
     folder: Path, files: WeightFiles, shards: dict[str, TensorShard], dtype: torch.dtype | None
 ) -> None:
     """Compare the tensors of a written folder with the trained weights."""
-    with files:
-        wrong = files.differing(shards, dtype)
+    wrong = files.differing(shards, dtype)
     if wrong:
         raise CheckpointError(
             f"{folder.parent}: the trained model was not written as it is: {wrong}. The last "
@@ -115,7 +112,7 @@ def ensure_written(
 
 def read_adapters(folder: Path) -> WeightFiles:
     """Adapters keep their names in files, so no model is needed."""
-    return WeightFiles(None, tensors_in(folder.glob("*.safetensors")))
+    return WeightFiles(None, folder.glob("*.safetensors"))
 
 
 def name_in_file(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from ..base.console import say
 from ..base.errors import CheckpointError, reason_of
 from ..base.limits import read_json_object
-from ..recipe.parse import anchored, default_of, flatten
+from ..recipe.parse import anchored, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
@@ -70,7 +70,7 @@ def ensure_same_run(
     facts = read_state(path)
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
-    then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
+    then = defaults_of(now) | facts["recipe"]
     differing = [
         f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
         for key in sorted({*then, *now})

@@ -251,16 +251,15 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     ]
     recipe, active = load(output / "recipe.toml", overrides, without)
     hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
-    with active.name_failing_plugin():
-        check(active, recipe, look(), ["optimize_model"])  # no other hook is called here
-        from_scratch = recipe.model.scratch is not None
-        scratch = find_folder(output / "scratch", "model-*") if from_scratch else Path()
-        trained_tokenizer = from_scratch and not recipe.model.tokenizer
-        folder = find_folder(output / "scratch", "tokenizer-*") if trained_tokenizer else Path()
-        tokenizer = load_tokenizer(recipe.model, folder)
-        how = make_load(recipe.model, scratch)
-        how.new_tokens = new_ids(recipe.model, tokenizer)
-        model: Any = hooks.optimize_model(load=how)
+    check(active, recipe, look(), ["optimize_model"])  # no other hook is called here
+    from_scratch = recipe.model.scratch is not None
+    scratch = find_folder(output / "scratch", "model-*") if from_scratch else Path()
+    trained_tokenizer = from_scratch and not recipe.model.tokenizer
+    folder = find_folder(output / "scratch", "tokenizer-*") if trained_tokenizer else Path()
+    tokenizer = load_tokenizer(recipe.model, folder)
+    how = make_load(recipe.model, scratch)
+    how.new_tokens = new_ids(recipe.model, tokenizer)
+    model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
     with torch.no_grad(), ShardReader(path) as reader:

@@ -89,8 +89,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
             limit_memory(limit)
         else:
             trial.limit = limit
-        with active.name_failing_plugin():
-            loop.train(open_run(recipe, active, look()))
+        loop.train(open_run(recipe, active, look()))
     except TrialOver:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:

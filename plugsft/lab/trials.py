@@ -26,8 +26,8 @@ from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..data.prepare import Prepared, prepare
 from ..hooks import DATA
-from ..model.checks import check_recipe
-from ..model.config import check_ids
+from ..model.checks import ensure_trainable
+from ..model.config import ensure_ids_known
 from ..output.metrics import read_metrics
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
@@ -92,10 +92,9 @@ def trials(
         folder = Path(temporary)
         bare = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
         active.attach(DataDefaults(bare.folder), BatchDefaults())
-        with active.name_failing_plugin():
-            check_recipe(bare, active, look(), DATA)
-            data = prepare(bare, active)
-            check_ids(bare, data.largest_id)
+        ensure_trainable(bare, active, look(), DATA)
+        data = prepare(bare, active)
+        ensure_ids_known(bare, data.largest_id)
         runner = TrialRunner(recipe, active, folder, data, launch)
         if examples is not None:
             runner.use(runner.epoch_order()[: examples or None])
@@ -126,8 +125,7 @@ class TrialRunner:
     def epoch_order(self) -> Ints:
         """The order of the recipe's first epoch."""
         seed = self._recipe.train.seed
-        with self._active.name_failing_plugin():
-            return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
+        return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
 
     def use(self, numbers: Ints) -> None:
         """Train on these examples from now on, in this order in each epoch."""

@@ -9,18 +9,18 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active, check
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
-from .config import check_context
+from .config import ensure_model_fits
 
 
-def check_recipe(
+def ensure_trainable(
     recipe: Recipe, active: Active, machine: Machine, hooks: Sequence[str] | None = None
 ) -> None:
     """Refuse settings that would fail later; `hooks` limits the plugins that are asked."""
     check(active, recipe, machine, hooks)
-    check_context(recipe)
+    ensure_model_fits(recipe)
 
 
-def check_example_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
+def ensure_example_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
     """Refuse weights of examples that the loss would ignore, or that are all 0."""
     weights = tokens.columns.get(WEIGHT)
     if weights is None:
@@ -29,9 +29,8 @@ def check_example_weights(recipe: Recipe, active: Active, tokens: Tokens) -> Non
         raise DataError(f"all {len(weights):,} examples have the weight 0; raise some")
     if (weights[weights > 0] == 1).all():  # those of weight 0 reach no loss
         return
-    answers = {hook: names for hook, _, names, _ in active.describe()}["step"]
     providers = [capability.plugin for capability in recipe.providers("weighted_examples")]
-    for name in answers:
+    for name in active.answering("step"):
         if not is_core(name) and name not in providers:
             raise RecipeError(
                 f"plugins.{name}: its loss may ignore the weights of the rows (column 'weight'); "

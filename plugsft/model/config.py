@@ -40,22 +40,25 @@ def load_config(model: Model) -> PretrainedConfig:
     return config
 
 
-def check_context(recipe: Recipe) -> None:
-    """Refuse examples longer than the model's context, unsupported losses, and pickles."""
-    scratch = recipe.model.scratch
-    if scratch:
-        context: int | None = scratch.context
-    else:
-        config = load_config(recipe.model)
-        ensure_plain_loss(config, str(recipe.model.path))
-        ensure_safetensors(str(recipe.model.path), recipe.model.revision)
-        context = max_context(config)
-        ensure_one_rope(config, recipe)
+def ensure_model_fits(recipe: Recipe) -> None:
+    """Refuse a model that cannot train this recipe: its loss, its files, its context."""
+    model = recipe.model
+    if model.scratch:
+        ensure_within_context(recipe, model.scratch.context, ", or raise model.scratch.context")
+        return
+    config = load_config(model)
+    ensure_plain_loss(config, str(model.path))
+    ensure_safetensors(str(model.path), model.revision)
+    ensure_one_rope(config, recipe)
+    ensure_within_context(recipe, max_context(config))
+
+
+def ensure_within_context(recipe: Recipe, context: int | None, other_cure: str = "") -> None:
+    """Refuse examples longer than the model's context."""
     if context is not None and recipe.data.max_length > context:
         raise RecipeError(
             f"data.max_length: given {recipe.data.max_length}, but the model's context is "
-            f"{context} tokens; set data.max_length = {context}"
-            + (", or raise model.scratch.context" if scratch else "")
+            f"{context} tokens; set data.max_length = {context}{other_cure}"
         )
 
 
@@ -116,7 +119,7 @@ def ensure_weights_inside(path: str) -> None:
             ) from error
 
 
-def check_ids(recipe: Recipe, largest: int) -> None:
+def ensure_ids_known(recipe: Recipe, largest: int) -> None:
     """Refuse token ids beyond the vocabulary of the model's configuration."""
     if recipe.model.scratch or recipe.model.add_tokens:  # the embeddings fit the tokenizer
         return

@@ -15,9 +15,9 @@ from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, target_
 from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
-from .for_plugins import decay_groups
 from .load import Load
 from .schedule import ScheduleDefaults
+from .tensor_shards import whole_shape
 
 
 class ModelDefaults(ScheduleDefaults):
@@ -26,7 +26,7 @@ class ModelDefaults(ScheduleDefaults):
     @hookimpl
     def optimize_model(self, load: Load) -> Module:
         """Load the model unchanged."""
-        return load.build()
+        return load.load_model()
 
     @hookimpl
     def add_columns(self, tokens: Tokens) -> Tokens:
@@ -94,4 +94,20 @@ class ModelDefaults(ScheduleDefaults):
             return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
         losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
         places = target_places(batch)
-        return losses[places - places // batch["labels"].shape[1]]  # without each last token
+        # Predictions leave out the last place of each row: before row r, r places are missing.
+        rows = places // batch["labels"].shape[1]
+        return losses[places - rows]
+
+
+def decay_groups(model: Module, weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of all trained weights; norms and biases are not decayed.
+
+    None: the optimizer has no weight decay.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in trained if len(whole_shape(weight)) > 1]
+    others = [weight for weight in trained if len(whole_shape(weight)) <= 1]
+    if weight_decay is None:
+        return [{"params": matrices + others}]
+    decays = ((matrices, weight_decay), (others, 0.0))
+    return [{"params": weights, "weight_decay": decay} for weights, decay in decays if weights]

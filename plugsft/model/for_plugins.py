@@ -1,16 +1,15 @@
-"""Functions on models that plugins use, and the loop does not."""
+"""What plugins ask of models, before a run and in it; the loop does not use it."""
 
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-from torch.nn import Module
-from transformers import GradientCheckpointingLayer
+import torch
+from transformers import AutoModelForCausalLM, GradientCheckpointingLayer, LlamaConfig
 
-from ..base.checksums import cached_file_digest, digest
-from ..base.errors import RecipeError
-from .tensor_shards import whole_shape
-from .weight_files import find_weight_files
+from ..base.errors import RecipeError, did_you_mean
+from ..recipe.tables import Recipe
+from .config import load_config
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
@@ -21,29 +20,41 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
     return layers
 
 
-def decay_groups(model: Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the parameter groups of all trained weights; norms and biases are not decayed.
-
-    None: the optimizer has no weight decay.
-    """
-    decayed: list[Tensor] = []
-    exempt: list[Tensor] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            matrix = len(whole_shape(parameter)) > 1
-            (decayed if matrix else exempt).append(parameter)
-    if weight_decay is None:
-        return [{"params": decayed + exempt}]
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def meta_model(recipe: Recipe) -> Any:
+    """Return the recipe's model without weights, or None if it cannot be built."""
+    model = recipe.model
+    # The core reports a model that cannot be built.
+    with suppress(Exception), torch.device("meta"):
+        if model.scratch:
+            config: Any = LlamaConfig(
+                num_hidden_layers=model.scratch.layers, tie_word_embeddings=True
+            )
+        else:
+            config = load_config(model)
+        auto_class: Any = AutoModelForCausalLM
+        empty = auto_class.from_config(config, trust_remote_code=model.trust_remote_code)
+        empty.tie_weights()
+        return empty
+    return None
 
 
-def weights_digest(path: str, revision: str | None) -> str:
-    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
-    files = sorted({*find_weight_files(path, revision).values()})
-    if not files:
-        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
-    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
+def find_modules(
+    what: str, endings: Iterable[str], names: list[str], linear: list[str]
+) -> list[str]:
+    """Return the names that end with `endings`, at a dot; `what` begins the error if none does."""
+    chosen: dict[str, None] = {}
+    for ending in endings:
+        found = [name for name in names if f".{name}".endswith(f".{ending}")]
+        if not found:
+            known, listed = ([*dict.fromkeys(map(last_part, each))] for each in (names, linear))
+            hint = did_you_mean(last_part(ending), known) or ";"
+            raise RecipeError(
+                f"{what} is named '{ending}'{hint} linear layers: {', '.join(listed)}"
+            )
+        chosen |= dict.fromkeys(found)
+    return [*chosen]
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a module's name."""
+    return name.rpartition(".")[2]

@@ -1,6 +1,6 @@
 """Load a model from a folder or the hub, or create a new one from its sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,6 @@ from accelerate import init_empty_weights
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +27,13 @@ from .config import ensure_weights_inside, load_error
 from .tensor_shards import whole_shape
 from .weight_files import WeightFiles, find_weight_files, meta_copy
 
+NAME_IN_FILES = "name_in_files"
+"""Attribute of a parameter whose weights are not loaded yet."""
+
+# Typed here: transformers' own have no types.
+zero3_enabled: Callable[[], bool] = is_deepspeed_zero3_enabled
+model_from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+
 
 @dataclass
 class Load:
@@ -37,74 +43,76 @@ class Load:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
     empty: bool = False
-    """Whether to load weights only after sharding, when each rank reads its own shards. A plugin
+    """Whether weights may be read after sharding, when each rank reads its own shards. A plugin
     that needs the weights sets it to False."""
     new_tokens: Sequence[int] = ()
     """The ids of tokens that the recipe adds; the embeddings get a row for each."""
     files: WeightFiles = field(default_factory=WeightFiles, init=False)
     """The files of weights that are not loaded yet."""
-    _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
-    """Parameter without weights -> its name in the files. Weak, not by id: the id of a freed
-    parameter may be reused."""
 
-    def build(self) -> PreTrainedModel:
+    def load_model(self) -> PreTrainedModel:
         """Load the model."""
         ensure_weights_inside(self.path)
         try:
-            without = self._without_weights() if self.empty and not self.new_tokens else None
-            self.empty = without is not None
-            if without is not None:
-                return keep_soft_cap(without)
-            # A pickle could run code.
-            safe = {"use_safetensors": True} | self.kwargs
-            made: Any = AutoModelForCausalLM.from_pretrained(
-                self.path, output_loading_info=True, **safe
-            )
+            skeleton = self._skeleton() if self.empty and not self.new_tokens else None
+            model = skeleton or self._whole()
+        except RecipeError:
+            raise
         except Exception as error:  # transformers passes on all errors of its parsers and the hub
             raise load_error(self.path, error) from error
+        grow_embeddings(model, max(self.new_tokens, default=-1) + 1)
+        return keep_soft_cap(model)
+
+    def names_in_files(self, model: Module) -> dict[str, str]:
+        """Return parameters without weights: their names in the model -> in the files."""
+        names = {}
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, NAME_IN_FILES):
+                names[name] = getattr(parameter, NAME_IN_FILES)
+            elif parameter.is_meta:
+                raise PluginError(
+                    f"a plugin created {name} from weights that are not loaded yet; set "
+                    "load.empty = False before the yield of its optimize_model"
+                )
+        return names
+
+    def _whole(self) -> PreTrainedModel:
+        """Load the model with its weights, by transformers."""
+        # A pickle could run code.
+        options = {"use_safetensors": True} | self.kwargs
+        made: Any = AutoModelForCausalLM.from_pretrained(
+            self.path, output_loading_info=True, **options
+        )
         model: PreTrainedModel = made[0]
         if missing := sorted(made[1]["missing_keys"]):
             raise RecipeError(
                 f"model.path: the files of '{self.path}' lack {len(missing):,} of the model's "
                 f"tensors ({missing[0]} first), which would be random; download the model again"
             )
-        grow_embeddings(model, max(self.new_tokens, default=-1) + 1)
-        return keep_soft_cap(model)
+        return model
 
-    def names_in_files(self, model: Module) -> dict[str, str]:
-        """Return parameters without weights: their names in the model -> in the files."""
-        parameters = dict(model.named_parameters())
-        names = {name: self._names.get(parameter) for name, parameter in parameters.items()}
-        lost = [name for name, it in parameters.items() if it.is_meta and not names[name]]
-        if lost:
-            raise PluginError(
-                f"a plugin created {lost[0]} from weights that are not loaded yet; set "
-                "load.empty = False before the yield of its optimize_model"
-            )
-        return {name: stored for name, stored in names.items() if stored}
-
-    def _without_weights(self) -> PreTrainedModel | None:
-        """Build the model without weights, if its files hold all of them."""
-        known = ("revision", "trust_remote_code")
-        options = {name: self.kwargs[name] for name in known if name in self.kwargs}
-        config = AutoConfig.from_pretrained(self.path, **options)
-        rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
+    def _skeleton(self) -> PreTrainedModel | None:
+        """Build the model without weights, if its files hold all of them as they are."""
+        known = {"revision", "trust_remote_code"} & self.kwargs.keys()
+        config = AutoConfig.from_pretrained(self.path, **{n: self.kwargs[n] for n in known})
+        options = {name: value for name, value in self.kwargs.items() if name != "revision"}
         # DeepSpeed shards each tensor as it is created; else tensors get no memory.
-        zero3: Any = is_deepspeed_zero3_enabled
-        with nullcontext() if zero3() else init_empty_weights(include_buffers=False):
-            make: Any = AutoModelForCausalLM.from_config
-            model: PreTrainedModel = make(config, **rest)
+        with nullcontext() if zero3_enabled() else init_empty_weights(include_buffers=False):
+            model = model_from_config(config, **options)
         model.tie_weights()
-        meta = meta_copy(model)
-        files = WeightFiles(meta, find_weight_files(self.path, self.kwargs.get("revision")))
+        files = WeightFiles(
+            meta_copy(model), find_weight_files(self.path, self.kwargs.get("revision"))
+        )
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):
             return None
-        with torch.no_grad(), files:
+        with torch.no_grad():
             for name, buffer in persistent_buffers(model).items():
                 buffer.copy_(files.whole(name))
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self._names, self.files = WeakTensorKeyDictionary(names), files
-        model._weight_conversions = meta._weight_conversions
+        for name, parameter in model.named_parameters():
+            setattr(parameter, NAME_IN_FILES, name)
+        # As in transformers: saving reverses the conversions of loading.
+        model._weight_conversions = files.conversions  # type: ignore[assignment]
+        self.files = files
         return model
 
 
@@ -114,8 +122,7 @@ def grow_embeddings(model: Any, rows: int) -> None:
     old = model.get_input_embeddings().num_embeddings
     if rows <= old:
         return
-    zero3: Any = is_deepspeed_zero3_enabled
-    if zero3():
+    if zero3_enabled():
         raise RecipeError(
             f"model.add_tokens: the embeddings have {old:,} rows and need {rows:,}, and ZeRO-3 has "
             "sharded them already; launch with DDP or FSDP2 (recipes/accelerate/)"
@@ -143,17 +150,15 @@ def has_all_weights(model: PreTrainedModel, files: WeightFiles) -> bool:
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
     if any(files.shapes.get(name) != whole_shape(it) for name, it in tensors.items()):
         return False
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    tied = [
-        (first[parameter], name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name in files.shapes
-    ]
-    with files:
-        # transformers does not tie tensors whose values in the files differ.
-        return all(
-            one == other or torch.equal(files.whole(one), files.whole(other)) for one, other in tied
-        )
+    first_name = {parameter: name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    tied_pairs = [(first_name[it], name) for name, it in names if name in files.shapes]
+    # transformers does not tie tensors whose values in the files differ.
+    return all(
+        torch.equal(files.whole(one), files.whole(other))
+        for one, other in tied_pairs
+        if one != other
+    )
 
 
 def persistent_buffers(model: Any) -> dict[str, Tensor]:

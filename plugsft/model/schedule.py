@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Factor = Callable[[int], float]
-"""Step, counted from 0 -> share of the peak learning rate."""
+"""Steps done before -> share of the peak learning rate. So a warm-up begins with the rate 0."""
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
@@ -76,19 +76,23 @@ def factors_of(factor: Any, steps: int) -> list[float]:
     return [float(value) for value in factors]
 
 
-class Steps(NamedTuple):
-    """The steps of a run, and its peak learning rate."""
+class Place(NamedTuple):
+    """A step in a run."""
 
+    done: int
+    """Steps before it."""
     total: int
     warmup: int
     peak: float
+    """The peak learning rate."""
 
-    def progress(self, step: int) -> float:
-        """Return the share of the steps after the warm-up that is done."""
-        return (step - self.warmup) / (self.total - self.warmup)
+    @property
+    def progress(self) -> float:
+        """The share of the steps after the warm-up that is done; asked for after it only."""
+        return (self.done - self.warmup) / (self.total - self.warmup)
 
 
-def check_schedule(train: Train) -> None:
+def ensure_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
     if train.warmup and train.schedule == "constant":
         raise RecipeError(
@@ -116,12 +120,12 @@ def long_warmup(train: Train, total: int) -> str:
 
 def schedule_factor(train: Train, total: int) -> Factor:
     """Make the recipe's schedule for a run of `total` steps; refuse options that it lacks."""
-    steps = Steps(total, warmup_steps(train, total), train.learning_rate)
-    schedule, options = SCHEDULES[train.schedule], train.schedule_options
+    curve, options = CURVES[train.schedule], train.schedule_options
+    start = Place(0, max(1, total), 0, train.learning_rate)
     try:
-        curve = validate_call(schedule)(steps, **options)
+        validate_call(config={"strict": True})(curve)(start, **options)
     except ValidationError as error:
-        names = list(inspect.signature(schedule).parameters)[1:]
+        names = list(inspect.signature(curve).parameters)[1:]
         raise RecipeError(
             [_explain(train.schedule, names, dict(one)) for one in error.errors()]
         ) from error
@@ -129,10 +133,16 @@ def schedule_factor(train: Train, total: int) -> Factor:
         raise RecipeError(
             f"train.schedule_options: given {options}; the schedule '{train.schedule}' {error}"
         ) from error
-    # The first has no warm-up, and that of the second has options.
-    if train.schedule in ("constant", "warmup_stable_decay"):
-        return curve
-    return lambda step: step / steps.warmup if step < steps.warmup else curve(step)
+    warmup = warmup_steps(train, total)
+    # Constant has no warm-up; warmup_stable_decay rises by itself.
+    rises = train.schedule not in ("constant", "warmup_stable_decay")
+
+    def factor(done: int) -> float:
+        if rises and done < warmup:
+            return done / warmup
+        return curve(Place(done, total, warmup, train.learning_rate), **options)
+
+    return factor
 
 
 def _explain(schedule: str, names: list[str], error: dict[str, Any]) -> str:
@@ -149,57 +159,81 @@ def _explain(schedule: str, names: list[str], error: dict[str, Any]) -> str:
 # The curves, from the end of the warm-up on.
 
 
-def _cosine(share: float, cycles: float) -> float:
-    """Fall from 1 to 0 over the first half of a cycle."""
-    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * share))
-
-
-def constant(steps: Steps) -> Factor:
+def constant(place: Place) -> float:
     """Stay at the peak."""
-    return lambda step: 1.0
+    return 1.0
 
 
-def linear(steps: Steps) -> Factor:
+def linear(place: Place) -> float:
     """Fall to 0 on a line."""
-    return lambda step: (steps.total - step) / (steps.total - steps.warmup)
+    return (place.total - place.done) / (place.total - place.warmup)
 
 
-def cosine(steps: Steps, *, num_cycles: float = 0.5) -> Factor:
+def cosine(place: Place, *, num_cycles: float = 0.5) -> float:
     """Fall to 0 on half a cosine."""
-    return lambda step: _cosine(steps.progress(step), num_cycles)
+    return half_cosine(place.progress, num_cycles)
 
 
-def cosine_with_restarts(steps: Steps, *, num_cycles: PositiveInt = 1) -> Factor:
+def cosine_with_restarts(place: Place, *, num_cycles: PositiveInt = 1) -> float:
     """Fall to 0 on half a cosine, several times."""
-    return lambda step: _cosine((num_cycles * steps.progress(step)) % 1.0, 0.5)
+    return half_cosine((num_cycles * place.progress) % 1.0)
 
 
 def cosine_with_min_lr(
-    steps: Steps,
+    place: Place,
     *,
     num_cycles: float = 0.5,
     min_lr: NonNegativeFloat | None = None,
     min_lr_rate: NonNegativeFloat | None = None,
-) -> Factor:
+) -> float:
     """Fall to a smallest learning rate, or to a share of the peak, on half a cosine."""
-    if (min_lr is None) == (min_lr_rate is None) or (min_lr and not steps.peak):
+    if (min_lr is None) == (min_lr_rate is None) or (min_lr and not place.peak):
         raise ValueError("needs either min_lr or min_lr_rate (where learning_rate is 0, the rate)")
-    floor = min_lr_rate or (min_lr / steps.peak if min_lr else 0.0)
-    return lambda step: _cosine(steps.progress(step), num_cycles) * (1 - floor) + floor
+    floor = min_lr_rate or (min_lr / place.peak if min_lr else 0.0)
+    return half_cosine(place.progress, num_cycles) * (1 - floor) + floor
 
 
-def polynomial(steps: Steps, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> Factor:
+def polynomial(place: Place, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> float:
     """Fall to `lr_end` as a power of the steps that are left."""
-    peak = steps.peak
-    if peak <= lr_end:
+    if place.peak <= lr_end:
         raise ValueError(f"needs lr_end < train.learning_rate; lr_end is {lr_end:g}")
-    return lambda step: ((peak - lr_end) * (1 - steps.progress(step)) ** power + lr_end) / peak
+    left: float = (1 - place.progress) ** power
+    return ((place.peak - lr_end) * left + lr_end) / place.peak
 
 
-def inverse_sqrt(steps: Steps, *, timescale: PositiveInt | None = None) -> Factor:
+def inverse_sqrt(place: Place, *, timescale: PositiveInt | None = None) -> float:
     """Fall with the root of the step."""
-    scale = timescale or steps.warmup or 10_000
-    return lambda step: 1 / math.sqrt((step + scale - steps.warmup) / scale)
+    scale = timescale or place.warmup or 10_000
+    return 1 / math.sqrt((place.done + scale - place.warmup) / scale)
+
+
+def warmup_stable_decay(
+    place: Place,
+    *,
+    num_decay_steps: NonNegativeInt,
+    num_stable_steps: NonNegativeInt | None = None,
+    warmup_type: Shape = "linear",
+    decay_type: Shape = "cosine",
+    min_lr_ratio: NonNegativeFloat = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    """Rise, stay at the peak, and fall in the last `num_decay_steps`."""
+    done, fall = place.done, place.total - num_decay_steps
+    if num_stable_steps is not None:
+        fall = place.warmup + num_stable_steps
+    share = 0.0
+    if done < place.warmup:
+        share = RISES[warmup_type](done / place.warmup)
+    elif done < fall:
+        return 1.0
+    elif done < fall + num_decay_steps:
+        share = FALLS[decay_type]((done - fall) / num_decay_steps, num_cycles)
+    return share * (1.0 - min_lr_ratio) + min_lr_ratio
+
+
+def half_cosine(share: float, cycles: float = 0.5) -> float:
+    """Fall from 1 to 0 over the first half of a cycle."""
+    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * share))
 
 
 RISES: dict[str, Callable[[float], float]] = {
@@ -209,40 +243,10 @@ RISES: dict[str, Callable[[float], float]] = {
 }
 FALLS: dict[str, Callable[[float, float], float]] = {
     "linear": lambda share, cycles: 1.0 - share,
-    "cosine": _cosine,
+    "cosine": half_cosine,
     "1-sqrt": lambda share, cycles: 1.0 - math.sqrt(share),
 }
-
-
-def warmup_stable_decay(
-    steps: Steps,
-    *,
-    num_decay_steps: NonNegativeInt,
-    num_stable_steps: NonNegativeInt | None = None,
-    warmup_type: Shape = "linear",
-    decay_type: Shape = "cosine",
-    min_lr_ratio: NonNegativeFloat = 0.0,
-    num_cycles: float = 0.5,
-) -> Factor:
-    """Rise, stay at the peak, and fall in the last `num_decay_steps`."""
-    fall = steps.total - num_decay_steps
-    if num_stable_steps is not None:
-        fall = steps.warmup + num_stable_steps
-
-    def factor(step: int) -> float:
-        share = 0.0
-        if step < steps.warmup:
-            share = RISES[warmup_type](step / steps.warmup)
-        elif step < fall:
-            return 1.0
-        elif step < fall + num_decay_steps:
-            share = FALLS[decay_type]((step - fall) / num_decay_steps, num_cycles)
-        return share * (1.0 - min_lr_ratio) + min_lr_ratio
-
-    return factor
-
-
-SCHEDULES: dict[str, Callable[..., Factor]] = {
+CURVES: dict[str, Callable[..., float]] = {
     "constant": constant,
     "constant_with_warmup": constant,
     "linear": linear,

@@ -29,11 +29,10 @@ class TensorShard:
 
 def shard_of(tensor: Any) -> TensorShard:
     """Return this rank's shard: rows of a DTensor, a flat range (ZeRO-3), or the whole tensor."""
-    shape, zero3_shard = whole_shape(tensor), getattr(tensor, "ds_tensor", None)
+    zero3_shard = getattr(tensor, "ds_tensor", None)
     if zero3_shard is not None:
-        start = dist.get_rank() * zero3_shard.ds_numel
-        size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
-        return TensorShard(zero3_shard.detach().view(-1)[:size], start, shape)
+        return zero3_range(tensor, zero3_shard.detach().view(-1))
+    shape = whole_shape(tensor)
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach().view(-1), 0, shape)
     local: Any = tensor.detach()
@@ -45,6 +44,13 @@ def shard_of(tensor: Any) -> TensorShard:
     return TensorShard(local.to_local().view(-1), start, shape)
 
 
+def zero3_range(parameter: Any, padded: Tensor) -> TensorShard:
+    """Return this rank's shard of a tensor that is padded and divided like a parameter."""
+    start = dist.get_rank() * parameter.ds_tensor.ds_numel
+    size = max(0, min(padded.numel(), parameter.ds_numel - start))
+    return TensorShard(padded[:size], start, whole_shape(parameter))
+
+
 def num_weights(tensor: Any) -> int:
     """Return the number of weights in a tensor, also of a sharded or quantized one."""
     quantized = getattr(tensor, "quant_state", None)
@@ -52,7 +58,7 @@ def num_weights(tensor: Any) -> int:
 
 
 def whole_shape(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a whole tensor: under ZeRO-3 a rank's shard of it is flat."""
+    """Return the shape of the whole tensor; ZeRO-3, where `tensor` is a shard, keeps it aside."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 

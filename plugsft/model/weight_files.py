@@ -9,11 +9,10 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -36,7 +35,8 @@ from transformers.integrations import deepspeed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from ..base.checksums import digest
+from ..base.checksums import cached_file_digest, digest
+from ..base.errors import RecipeError
 from .tensor_shards import TensorShard
 
 SAMPLE = 64
@@ -57,84 +57,70 @@ class TensorGroup:
     """The first of these tensors of the model."""
     converter: WeightConverter | None = None
     """transformers' conversion; None if a tensor is only renamed."""
-    sources: list[tuple[str, str]] = field(default_factory=list)
-    """(matching pattern of the converter, name in the files) per tensor."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Pattern of the converter -> the names in the files that match it."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tensor of the model -> its shape."""
 
     @property
     def by_rows(self) -> bool:
         """Whether row n is made from only the n-th source of each pattern."""
-        if self.converter is None:
+        if self.converter is None or len(self.converter.target_patterns) > 1:
             return False
         first, *others = self.converter.operations
-        return (
-            isinstance(first, MergeModulelist)
-            and first.dim == 0
-            and len(self.converter.target_patterns) == 1
-            and all(
-                (isinstance(operation, Concatenate) and operation.dim > 0)
-                or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0)
-                for operation in others
-            )
+        return (isinstance(first, MergeModulelist) and first.dim == 0) and all(
+            (isinstance(operation, Concatenate) and operation.dim > 0)
+            or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0)
+            for operation in others
         )
 
-    def rows(self, start: int, stop: int) -> "TensorGroup":
+    def of_rows(self, start: int, stop: int) -> "TensorGroup":
         """Leave out the sources of other rows."""
-        lists: dict[str, list[tuple[str, str]]] = {}
-        for pattern, name in self.sources:
-            lists.setdefault(pattern, []).append((pattern, name))
-        selected = [source for sources in lists.values() for source in sources[start:stop]]
-        return TensorGroup(self.target, self.converter, selected)
+        sources = {pattern: names[start:stop] for pattern, names in self.sources.items()}
+        return TensorGroup(self.target, self.converter, sources)
 
     def convert(self, model: Any, read: Read) -> dict[str, Tensor]:
         """Make the model's tensors, by name, from those in the files."""
-        if self.converter is None:
-            return {self.target: read(self.sources[0][1])}
         converter: Any = copy.deepcopy(self.converter)
-        for pattern, name in self.sources:
-            converter.add_tensor(self.target, name, pattern, read(name))
+        for pattern, names in self.sources.items():
+            for name in names:
+                if converter is None:
+                    return {self.target: read(name)}
+                converter.add_tensor(self.target, name, pattern, read(name))
         tensors = converter.convert(self.target, model=model, config=model.config)
         return {name: it[0] if isinstance(it, list) else it for name, it in tensors.items()}
 
 
-def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
-    """Group the tensors of files by the tensors of the model that they become.
+def group_tensors(
+    model: Any, shapes: Mapping[str, Iterable[int]]
+) -> tuple[dict[str, TensorGroup], list[Any]]:
+    """Group tensors in files by those of the model that they become; without a model, each alone.
 
-    Without a model, they keep their names.
+    Also gives the rules of transformers by which they do. Nothing is read.
     """
+    groups: dict[str, TensorGroup] = {}
     if model is None:
-        return [TensorGroup(name, None, [(name, name)]) for name in names]
-    transforms = get_model_conversion_mapping(model)
-    renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+        for name, shape in shapes.items():
+            groups[name] = TensorGroup(name, None, {name: [name]}, {name: tuple(shape)})
+        return groups, []
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[str, TensorGroup] = {}
-    for name in sorted(names, key=dot_natural_key):
+    for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target in state:
             converter = by_pattern[pattern] if pattern is not None else None
             group = groups.setdefault(target, TensorGroup(target, converter))
-            group.sources.append((pattern or name, name))
-    # As in transformers: saving reverses the conversions of loading.
-    model._weight_conversions = [rule for rule in transforms if rule.was_used()]
-    return [*groups.values()]
-
-
-def converted_shapes(
-    model: Any, shapes: Mapping[str, Iterable[int]]
-) -> dict[str, tuple[tuple[int, ...], TensorGroup]]:
-    """Convert shapes alone: each tensor of the model gets its shape and its group."""
-
-    def read(name: str) -> Tensor:
-        return torch.empty(tuple(shapes[name]), device="meta")
-
-    return {
-        name: (tuple(tensor.shape), group)
-        for group in group_tensors(model, shapes)
-        for name, tensor in group.convert(model, read).items()
-    }
+            group.sources.setdefault(pattern or name, []).append(name)
+    for group in [*groups.values()]:
+        empty = group.convert(model, lambda name: torch.empty(tuple(shapes[name]), device="meta"))
+        group.shapes = {name: tuple(tensor.shape) for name, tensor in empty.items()}
+        groups |= dict.fromkeys(group.shapes, group)
+    return groups, [rule for rule in rules if rule.was_used()]
 
 
 def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
@@ -163,29 +149,25 @@ def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
 class WeightFiles:
     """Reads a model's tensors from its files, as ranges of flat numbers."""
 
-    def __init__(self, model: Any = None, files: Mapping[str, str] = {}) -> None:
-        """`files`: tensor -> its file. Without a model, tensors keep their names."""
+    def __init__(self, model: Any = None, paths: Iterable[str | Path] = ()) -> None:
+        """Without a model, tensors keep their names."""
         self._model = model
-        self._files = files
-        self._stack = ExitStack()
-        self._opened: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
+        """Tensor in the files -> its open file."""
         self._last: dict[str, Tensor] = {}
         """The tensors of the group that was converted last."""
-        with self:
-            shapes = {name: self._slice(name).get_shape() for name in files}
-        converted = converted_shapes(model, shapes)
-        self._groups = {name: group for name, (_, group) in converted.items()}
-        self.shapes = {name: shape for name, (shape, _) in converted.items()}
+        for path in paths:
+            file: Any = safe_open(path, "pt")
+            self._files |= dict.fromkeys(file.keys(), file)
+        shapes = {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
+        self._groups, self.conversions = group_tensors(model, shapes)
+        """transformers' rules by which tensors were converted."""
+        self.shapes = {name: group.shapes[name] for name, group in self._groups.items()}
         """Tensor of the model -> its shape after conversion."""
 
-    def __enter__(self) -> Self:
-        for path in sorted({*self._files.values()}):
-            self._opened[path] = self._stack.enter_context(safe_open(path, "pt"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._opened, self._last = {}, {}
+    def close(self) -> None:
+        """Close the files: what was read of them takes memory until then."""
+        self._files, self._last = {}, {}
 
     def fill(self, name: str, shard: TensorShard) -> None:
         """Read the numbers of a shard."""
@@ -195,17 +177,19 @@ class WeightFiles:
     def numbers(self, name: str, start: int, stop: int) -> Tensor:
         """Read a range of a flattened tensor, from the rows that hold it."""
         group, shape = self._groups[name], self.shapes[name]
-        row = max(1, math.prod(shape[1:]))
-        first, last = start // row, -(-stop // row)
+        row_size = max(1, math.prod(shape[1:]))
+        first, last = start // row_size, -(-stop // row_size)
         if group.converter is None and shape:
-            rows: Tensor = self._slice(group.sources[0][1])[first:last]
+            source = next(iter(group.sources.values()))[0]
+            values: Tensor = self._files[source].get_slice(source)[first:last]
         elif group.by_rows:
-            rows = group.rows(first, last).convert(self._model, self._stored)[name]
+            values = group.of_rows(first, last).convert(self._model, self._stored)[name]
         else:
             if name not in self._last:
                 self._last = group.convert(self._model, self._stored)
-            rows = self._last[name].reshape(-1)[first * row : last * row]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
+            values = self._last[name].reshape(-1)[first * row_size : last * row_size]
+        before = first * row_size
+        return values.reshape(-1)[start - before : stop - before]
 
     def whole(self, name: str) -> Tensor:
         """Read a tensor."""
@@ -222,9 +206,7 @@ class WeightFiles:
                 return f"{name} is missing"
             if self.shapes[name] != shard.shape:
                 return f"{name} has the shape {[*shard.shape]}; in its file {[*self.shapes[name]]}"
-            size = shard.values.numel()
-            last = max(0, size - SAMPLE)
-            for offset in {0, crc32(name.encode()) % (last + 1), last} if size else ():
+            for offset in sample_offsets(name, shard.values.numel()):
                 ours = shard.values[offset : offset + SAMPLE].to("cpu")
                 start = shard.start + offset
                 stored = self.numbers(name, start, start + len(ours))
@@ -235,46 +217,45 @@ class WeightFiles:
                     return f"{name} has other values than its file"
         return ""
 
-    def _slice(self, name: str) -> Any:
-        return self._opened[self._files[name]].get_slice(name)
-
     def _stored(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[self._files[name]].get_tensor(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
 
-def find_weight_files(path: str, revision: str | None) -> dict[str, str]:
-    """Map each tensor of a pretrained model to its safetensors file."""
+def sample_offsets(name: str, size: int) -> set[int]:
+    """Choose where samples of a tensor begin: at its first number, at one of all, near the last."""
+    last = max(0, size - SAMPLE)
+    return {0, crc32(name.encode()) % (last + 1), last} if size else set()
+
+
+def find_weight_files(path: str, revision: str | None) -> list[str]:
+    """Find the safetensors files of a pretrained model."""
     find: Any = partial(
         cached_file, path, revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    if index := find(SAFE_WEIGHTS_INDEX_NAME):
-        names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        paths = {name: str(find(name)) for name in {*names.values()}}
-        return {name: paths[file] for name, file in names.items()}
-    return tensors_in(filter(None, [find(SAFE_WEIGHTS_NAME)]))
-
-
-def tensors_in(files: Iterable[str | Path]) -> dict[str, str]:
-    """Map each tensor of some files to its file."""
-    found: dict[str, str] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            found |= dict.fromkeys(file.keys(), str(path))
-    return found
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return [*filter(None, [find(SAFE_WEIGHTS_NAME)])]
+    files = json.loads(Path(index).read_text())["weight_map"].values()
+    return [str(find(file)) for file in sorted({*files})]
 
 
 def sampled_digest(path: str, revision: str | None) -> str:
     """Tell models apart by samples of their files: reading all of these would take minutes."""
-    files = sorted({*find_weight_files(path, revision).values()})
-    return digest({Path(file).name: _sampled(Path(file)) for file in files})[:8]
+    sampled = {}
+    for file in map(Path, find_weight_files(path, revision)):
+        size, checksum = file.stat().st_size, xxhash.xxh3_64()
+        with file.open("rb") as opened:
+            for sample in range(FILE_SAMPLES):
+                opened.seek(size * sample // FILE_SAMPLES)
+                checksum.update(opened.read(SAMPLE_BYTES))
+        sampled[file.name] = f"{size} {checksum.hexdigest()}"
+    return digest(sampled)[:8]
 
 
-def _sampled(file: Path) -> str:
-    """Return a file's size and a checksum of samples from all of it."""
-    size, checksum = file.stat().st_size, xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        for sample in range(FILE_SAMPLES):
-            opened.seek(size * sample // FILE_SAMPLES)
-            checksum.update(opened.read(SAMPLE_BYTES))
-    return f"{size} {checksum.hexdigest()}"
+def weights_digest(path: str, revision: str | None) -> str:
+    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
+    files = find_weight_files(path, revision)
+    if not files:
+        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
+    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})

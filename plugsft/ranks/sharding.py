@@ -52,10 +52,10 @@ def shard_model(
         if loads_in_bfloat16(accelerator):
             # DeepSpeed makes its float32 weights of rounded ones.
             weights = weights_of(accelerator, engine, zero)
-            with torch.no_grad(), load.files as files:
+            with torch.no_grad():
                 for name, parameter in weights.parameters().items():
                     if name in names:
-                        weights.fill(parameter, partial(files.fill, names[name]))
+                        weights.fill(parameter, partial(load.files.fill, names[name]))
         ensure_suits_zero3(zero.optimizer.optimizer)
         return engine, zero
     if accelerator.is_fsdp2:
@@ -128,16 +128,16 @@ def _read_weights(
 
     Under ZeRO-3 one rank reads each tensor, and DeepSpeed scatters it: it alone knows its copies.
     """
-    with torch.no_grad(), load.files as files:
+    with torch.no_grad():
         for name, stored in names.items():
             tensor = tensors[name]
             if not hasattr(tensor, "ds_tensor"):
-                files.fill(stored, shard_of(tensor))
+                load.files.fill(stored, shard_of(tensor))
                 continue
             deepspeed: Any = importlib.import_module("deepspeed")
             with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
                 if accelerator.is_main_process:
-                    tensor.copy_(files.whole(stored))
+                    tensor.copy_(load.files.whole(stored))
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from ..base.checksums import digest
 from ..base.errors import PluginError
 from ..base.types import Ints
 from ..hooks import Hooks, Purpose, Run
-from ..model.for_plugins import weights_digest
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import Load
+from ..model.weight_files import weights_digest
 from ..tokens.store import Tokens
 from .agree import together
 from .load_batches import BatchLoader
@@ -96,7 +96,7 @@ class TrainedModel:
         with together(f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
             load.new_tokens = self.load.new_tokens
-            return shard_frozen_model(self._accelerator, load, load.build())
+            return shard_frozen_model(self._accelerator, load, load.load_model())
 
     def weights_digest(self, path: str = "", revision: str | None = None) -> str:
         """Return a checksum of the weights that `load_frozen` loads."""

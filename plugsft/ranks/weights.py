@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from ..base.errors import PluginError
-from ..model.tensor_shards import TensorShard, local_values, shard_of
+from ..model.tensor_shards import TensorShard, local_values, shard_of, zero3_range
 
 
 class Weights:
@@ -113,20 +113,14 @@ class ZeroWeights(Weights):
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
         trained = parameter.requires_grad
-        return self.range_of(
+        return zero3_range(
             parameter,
             self.access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
         )
 
-    def range_of(self, parameter: Any, padded: Tensor) -> TensorShard:
-        """Return this rank's shard of a tensor that is padded and divided like a parameter."""
-        start = self.rank * parameter.ds_tensor.ds_numel
-        size = max(0, min(padded.numel(), parameter.ds_numel - start))
-        return TensorShard(padded[:size], start, tuple(parameter.ds_shape))
-
     def range_in(self, parameter: Any, offset: int, joined: Tensor) -> TensorShard:
         """Return this rank's shard of a parameter in a tensor of many, where it begins."""
-        return self.range_of(parameter, joined.narrow(0, offset, parameter.ds_tensor.ds_numel))
+        return zero3_range(parameter, joined.narrow(0, offset, parameter.ds_tensor.ds_numel))
 
     def local(self, parameter: Any) -> Tensor:
         """Return this rank's numbers of a parameter; a view where possible."""
@@ -147,7 +141,7 @@ class ZeroWeights(Weights):
 
     def fill(self, parameter: Any, read: Callable[[TensorShard], None]) -> None:
         """Let `read` fill this rank's shard of a trained parameter."""
-        shard = self.range_of(parameter, torch.zeros_like(parameter.ds_tensor, dtype=torch.float32))
+        shard = zero3_range(parameter, torch.zeros_like(parameter.ds_tensor, dtype=torch.float32))
         read(shard)
         self.write(parameter, shard.values)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ..base.errors import PluginError, choices
 
-CAPABILITIES = {
+SUGGESTED = {
     "adapters": "lora",
     "batches_ahead": "async_collate",
     "bfloat16_updates": "low_memory_adam",
@@ -31,7 +31,7 @@ CAPABILITIES = {
     "traced_steps": "profiler",
     "weighted_examples": "dpo",
 }
-"""Capability -> the bundled plugin that provides it. plugins/README.md explains each."""
+"""Capability -> the bundled plugin to suggest for it, in messages only; see plugins/README.md."""
 OPTION_NEEDED = {"packed_rows"}
 """Capabilities that must name the option that tunes them."""
 SHARED = {"early_stop", "external_reports", "fused_kernels", "traced_steps"}
@@ -61,7 +61,7 @@ class Capability(NamedTuple):
     def bundled(name: str) -> "Capability":
         """Return the bundled plugin to suggest for a capability."""
         ensure_known(name)
-        return Capability(CAPABILITIES[name], None, None)
+        return Capability(SUGGESTED[name], None, None)
 
 
 def ensure_complete(provides: Mapping[str, str | None]) -> None:
@@ -77,6 +77,6 @@ def ensure_complete(provides: Mapping[str, str | None]) -> None:
 
 def ensure_known(capability: str) -> None:
     """Refuse an unknown capability, which nobody asks for."""
-    if capability not in CAPABILITIES:
-        hint = choices(capability, CAPABILITIES)
+    if capability not in SUGGESTED:
+        hint = choices(capability, SUGGESTED)
         raise PluginError(f"unknown capability '{capability}'{hint}")

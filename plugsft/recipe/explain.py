@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from ..base.errors import did_you_mean
-from .parse import fields, value_of
+from .parse import fields, table_at, value_of
 from .tables import short
 
 WANTED = {
@@ -40,12 +39,12 @@ def explain(
         key = ".".join((*prefix, *map(_key, place)))
         given, context, kind = error["input"], error.get("ctx", {}), error["type"]
         if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-            allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
+            allowed = [name for name, _ in fields(table_at(table, place[:-1]))]
             hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
             known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
             what = f"unknown key (given {short(given)}){hint} {known}"
         elif kind.startswith("missing"):
-            what = f"missing; {_example(key, _table_at(table, place[:-1]), str(place[-1]))}"
+            what = f"missing; {_example(key, table_at(table, place[:-1]), str(place[-1]))}"
         elif kind == "literal_error":
             expected = context["expected"]
             hint = did_you_mean(str(given), re.findall("'(.*?)'", expected)) or ";"
@@ -67,7 +66,7 @@ def explain(
 
 def _example(key: str, table: type[Any] | None, name: str) -> str:
     """Return what to write for a missing key: its example, or those of a table's keys."""
-    inner = _table_at(table, [name])
+    inner = table_at(table, [name])
     if inner is None:
         examples = _examples(table)
         return f"set it, for instance {name} = {examples[name]}" if name in examples else "set it"
@@ -95,7 +94,7 @@ def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | s
         branches = [branch for branch in get_args(kind) if branch is not NoneType]
         if get_origin(kind) in (Union, UnionType) and len(branches) > 1:
             return loc[: depth + 1]
-        table = _table_at(table, [part])
+        table = table_at(table, [part])
     return loc
 
 
@@ -104,20 +103,9 @@ def _key(part: int | str) -> str:
     return text if re.fullmatch(r"[\w-]+", text) else repr(text)
 
 
-def _table_at(table: type[Any] | None, place: Sequence[int | str]) -> type[Any] | None:
-    for part in place:
-        if isinstance(part, int):
-            continue
-        kind = dict(fields(table)).get(str(part))
-        inner = [kind, *get_args(kind), *(a for b in get_args(kind) for a in get_args(b))]
-        tables = (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel))
-        table = next(tables, None)
-    return table
-
-
 def _elsewhere(key: str, table: type[Any]) -> str:
     """Return a hint if the key belongs to another table."""
     for name, _ in fields(table):
-        if key in dict(fields(_table_at(table, [name]))):
+        if key in dict(fields(table_at(table, [name]))):
             return f"; did you mean '{name}.{key}'?"
     return ";"

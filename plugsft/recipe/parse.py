@@ -1,6 +1,6 @@
 """A recipe as plain tables: its keys and defaults, with absolute paths, as TOML."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import tomli_w
@@ -24,18 +24,25 @@ def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
             yield name, info.annotation
 
 
-def default_of(key: str) -> Any:
-    """Return the default of a recipe's key ("train.seed"), or None."""
-    table: Any = Recipe
-    *above, last = key.split(".")
-    for name in above:
-        info = getattr(table, "__pydantic_fields__", {}).get(name)
-        kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
-        table = next((kind for kind in kinds if hasattr(kind, "__pydantic_fields__")), None)
-    info = getattr(table, "__pydantic_fields__", {}).get(last)
-    return (
-        None if info is None or info.is_required() else info.get_default(call_default_factory=True)
-    )
+def table_at(table: type[Any] | None, place: Iterable[int | str]) -> type[Any] | None:
+    """Find the table below a table by keys and numbers of lists; None if there is none."""
+    for part in place:
+        if isinstance(part, str):
+            kind = dict(fields(table)).get(part)
+            inner = [kind, *get_args(kind), *(a for b in get_args(kind) for a in get_args(b))]
+            table = next((each for each in inner if hasattr(each, "model_fields")), None)
+    return table
+
+
+def defaults_of(keys: Iterable[str]) -> dict[str, Any]:
+    """Give the defaults of a recipe's keys ("train.seed"), for those that have one."""
+    defaults = {}
+    for key in keys:
+        *above, name = key.split(".")
+        info = getattr(table_at(Recipe, above), "__pydantic_fields__", {}).get(name)
+        if info is not None and not info.is_required():
+            defaults[key] = info.get_default(call_default_factory=True)
+    return defaults
 
 
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

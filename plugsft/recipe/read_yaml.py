@@ -77,18 +77,19 @@ class _Values:
             return self._table(node, keys)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.of(each, (*keys, str(n))) for n, each in enumerate(node.value)]
+        text = str(node.value)
         if isinstance(node, yaml.ScalarNode) and kind == "str":
-            return node.value
-        if kind not in RULES or not re.fullmatch(RULES[kind], str(node.value)):
+            return text
+        if kind not in RULES or not re.fullmatch(RULES[kind], text):
             raise self._refused(node, keys, f"has the tag {node.tag}", "remove it")
         if kind == "null":
             cure = "remove the key, or write {} for a table without keys"
             raise self._refused(node, keys, "has no value", cure)
         if kind == "bool":
-            return node.value.lower() == "true"
+            return text.lower() == "true"
         if kind == "int":
-            return int(node.value, BASES.get(node.value[:2], 10))
-        return float(re.sub(r"\.(?=[A-Za-z])", "", node.value))  # .inf
+            return int(text, BASES.get(text[:2], 10))
+        return float(re.sub(r"\.(?=[A-Za-z])", "", text))  # .inf
 
     def _table(self, node: yaml.MappingNode, keys: tuple[str, ...]) -> dict[str, Any]:
         table: dict[str, Any] = {}

@@ -4,7 +4,7 @@ import os
 import re
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -371,6 +371,13 @@ class Checkpoint(Table):
         return text.replace("every 1 steps", "every step") + best
 
 
+class Limit(NamedTuple):
+    """A key of the recipe that limits something, and its value."""
+
+    key: str
+    value: int
+
+
 class Recipe(Table):
     """A whole run."""
 
@@ -385,8 +392,8 @@ class Recipe(Table):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Active plugins by name, with their options."""
-    _provided: dict[str, list[tuple[str, str | None]]] = PrivateAttr(default_factory=dict)
-    """Capability -> the active plugins that provide it, with the option that tunes it."""
+    _provided: list[tuple[str, str, str | None]] = PrivateAttr(default_factory=list)
+    """Capabilities: name, the plugin that provides it, and the option that tunes it."""
 
     @model_validator(mode="after")
     def _evaluates_on_rows_of_its_own(self) -> Self:
@@ -422,12 +429,12 @@ class Recipe(Table):
         sequences = 2 if self.provides("preference_pairs") else 1
         return int((packing and packing.value) or sequences * self.data.max_length)
 
-    def micro_batch_size(self) -> tuple[str, int]:
-        """Return the key that sets the size of a micro-batch, and its value."""
+    def micro_batch_size(self) -> Limit:
+        """Return what limits a micro-batch: its tokens where rows are packed, else its examples."""
         packing = self.provides("packed_rows")
         if packing is None:
-            return "train.micro_batch", self.train.micro_batch
-        return packing.key, self.packed_capacity()
+            return Limit("train.micro_batch", self.train.micro_batch)
+        return Limit(packing.key, self.packed_capacity())
 
     def provides(self, capability: str) -> Capability | None:
         """Return the capability if an active plugin provides it."""
@@ -438,8 +445,8 @@ class Recipe(Table):
         ensure_known(capability)
         provided = [
             Capability(plugin, option, self.plugins[plugin].get(option or ""))
-            for plugin, option in self._provided.get(capability, ())
-            if plugin in self.plugins
+            for name, plugin, option in self._provided
+            if name == capability and plugin in self.plugins
         ]
         # An option that is true or false turns the capability on or off.
         return [each for each in provided if each.value is not False]
@@ -449,7 +456,7 @@ class Recipe(Table):
         """Whether rounding to bfloat16 loses most of a step."""
         return self.model.weights == "bfloat16" and self.provides("bfloat16_updates") is None
 
-    def with_provided(self, provided: dict[str, list[tuple[str, str | None]]]) -> Self:
+    def with_provided(self, provided: list[tuple[str, str, str | None]]) -> Self:
         """Return a copy that knows which plugins provide which capabilities."""
         copy = self.model_copy()
         copy._provided = provided

@@ -1,13 +1,10 @@
 """A recipe's active plugins: configured, checked, ordered, and called through typed hooks."""
 
-import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, cast
 
 import pluggy
@@ -15,12 +12,12 @@ from pydantic import TypeAdapter
 
 from ..base.checksums import digest, file_digest
 from ..base.console import print_error, say
-from ..base.errors import PluginError, PlugsftError, RecipeError
+from ..base.errors import RecipeError
 from ..base.machine import Machine, not_installed
-from ..hooks import CORE, Hooks, is_core
+from ..hooks import CORE, Hooks
 from ..recipe.parse import fields
 from ..recipe.tables import Recipe
-from .contracts import SPECS, contract_of, ensure_metric, hook_mark, is_stage, keeping_results
+from .contracts import SPECS, contract_of, ensure_metric, guarded, hook_mark, is_stage
 from .discover import BUNDLED, FoundPlugin, find, load_class
 
 
@@ -46,9 +43,10 @@ class Active:
         outermost. So a plugin with after=["lora"] wraps `lora`.
         """
         for number, core in enumerate(answers):
-            self._manager.register(core, f"{CORE}{number or ''}")
+            name = f"{CORE}{number or ''}"
+            self._manager.register(guarded(core, name), name)
         for name, plugin in self.plugins.items():
-            self._manager.register(keeping_results(plugin, name), name)
+            self._manager.register(guarded(plugin, name), name)
         return self
 
     def notify(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:
@@ -59,26 +57,21 @@ class Active:
             try:
                 impl.function(*(own[name] for name in impl.argnames))
             except Exception as error:
-                if not is_core(impl.plugin_name):
-                    _name_plugin(error, impl.plugin_name, hook)
                 yield impl.plugin_name, error
 
     def metrics(self) -> dict[str, Any]:
         """Return this rank's sums of the plugins' metrics, by name."""
         sums: dict[str, Any] = {}
         owners: dict[str, str] = {}
-        for impl in self._impls("add_metrics"):
-            measured = cast("dict[str, Any]", impl.function() or {})
-            for metric, value in measured.items():
-                owner = owners.setdefault(metric, impl.plugin_name)
-                ensure_metric(metric, value, impl.plugin_name, owner)
+        for name, measured in self._results("add_metrics").items():
+            for metric, value in (measured or {}).items():
+                ensure_metric(metric, value, name, owners.setdefault(metric, name))
                 sums[metric] = value
         return sums
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """Return what each plugin keeps in checkpoints."""
-        impls = self._impls("state_dict")
-        return {impl.plugin_name: cast("dict[str, Any]", impl.function()) for impl in impls}
+        return self._results("state_dict")
 
     def load_state_dicts(self, states: Mapping[str, Any]) -> None:
         """Give each plugin what it kept in a checkpoint."""
@@ -94,15 +87,17 @@ class Active:
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
         for hook in SPECS:
-            names = [(impl.plugin_name, impl.wrapper) for impl in self._impls(hook)]
-            answers = [name for name, wrapper in reversed(names) if not wrapper]
-            yield hook, is_stage(hook), answers, [name for name, wrapper in names if wrapper]
+            wrappers = [impl.plugin_name for impl in self._impls(hook) if impl.wrapper]
+            yield hook, is_stage(hook), self.answering(hook), wrappers
+
+    def answering(self, hook: str) -> list[str]:
+        """Name the core and the plugins that answer a hook, the first one first."""
+        return [impl.plugin_name for impl in reversed(self._impls(hook)) if not impl.wrapper]
 
     def summaries(self, hooks: Sequence[str] | None = None) -> dict[str, str]:
         """Return each plugin's `summary`; only of plugins with one of these hooks, if any."""
         names = [name for name in self.plugins if hooks is None or self.implements(name, hooks)]
-        impls = [impl for impl in self._impls("summary") if impl.plugin_name in names]
-        texts = {impl.plugin_name: impl.function() for impl in impls}
+        texts = self._results("summary", names)
         return {name: str(texts.get(name) or "active") for name in names}
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
@@ -136,43 +131,24 @@ class Active:
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of a plugin's file, or of its package's version and files."""
-        module = sys.modules[type(self.plugins[name]).__module__]
-        file = Path(getattr(module, "__file__", os.devnull))  # a notebook's origin has a checksum
-        if self.is_bundled(name):
-            folders = [file.parent] if file.name == "__init__.py" else []
-        else:
-            package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
-            folders = [Path(folder) for folder in getattr(package, "__path__", ())]
-        files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [file]
+        module = type(self.plugins[name]).__module__
+        package = module if self.is_bundled(name) else module.partition(".")[0]
+        folders = getattr(sys.modules[package], "__path__", ())
+        # A notebook has no file, and a checksum in its origin.
+        file = getattr(sys.modules[module], "__file__", os.devnull)
+        files = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+        files = files or [Path(file)]
         # Only file names: the folder may differ between machines.
         names = [(path.name, file_digest(path)) for path in files]
         return digest({"origin": self.found[name].origin, "files": names})
 
-    @contextmanager
-    def name_failing_plugin(self) -> Iterator[None]:
-        """Add the plugin and hook that raised it to an unexpected error."""
-        try:
-            yield
-        except PlugsftError:
-            raise
-        except (Exception, SystemExit) as error:
-            places = {
-                id(inspect.unwrap(impl.function).__code__): (impl.plugin_name, hook)
-                for hook in SPECS
-                for impl in self._impls(hook)
-            }
-            called = [places.get(id(frame.f_code)) for frame, _ in walk_tb(error.__traceback__)]
-            name, hook = next(filter(None, reversed(called)), (CORE, ""))
-            if isinstance(error, SystemExit) and not is_core(name):
-                raise PluginError(
-                    f"plugin '{name}' ended the program in its hook '{hook}', as sys.exit() does; "
-                    "a plugin calls run.stop(reason), or raises PluginError"
-                ) from error
-            if isinstance(error, Exception) and not is_core(name):
-                _name_plugin(error, name, hook)
-            raise
+    def _results(self, hook: str, names: Container[str] | None = None) -> dict[str, Any]:
+        """Call a notice without arguments: plugin -> its result."""
+        impls = [each for each in self._impls(hook) if names is None or each.plugin_name in names]
+        return {impl.plugin_name: impl.function() for impl in impls}
 
     def _impls(self, hook: str) -> list[pluggy.HookImpl]:
+        """List a hook's implementations as registered: the core, then plugins in their order."""
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
         return caller.get_hookimpls()
 
@@ -215,10 +191,3 @@ def check(
             ]
     if problems:
         raise RecipeError(problems)
-
-
-def _name_plugin(error: Exception, name: str, hook: str) -> None:
-    """Add the plugin and hook that raised it to an error, once."""
-    note = f"raised by plugin '{name}', in its hook '{hook}'"
-    if note not in getattr(error, "__notes__", ()) and f"plugins.{name}" not in str(error):
-        error.add_note(note)

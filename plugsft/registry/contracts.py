@@ -1,4 +1,4 @@
-"""What pluggy does not check as it calls plugins: lost results, and wrong metrics."""
+"""What pluggy does not check as it calls plugins: lost results, sources of errors, and metrics."""
 
 import functools
 import inspect
@@ -7,20 +7,35 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ..base.errors import PluginError
-from ..hooks import PASSES, PLUGIN, Contract, Hooks
+from ..base.errors import PluginError, PlugsftError
+from ..hooks import PASSES, PLUGIN, Contract, Hooks, is_core
 from ..recipe.tables import short
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
-METRICS = frozenset(
-    [
-        *("step", "epoch", "loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate"),
-        *("trained_tokens", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
-        *("padding", "examples_per_micro_batch", "imbalance", "memory_gib", "stop"),
-        "computed_tokens",
-    ]
-)
+SOURCE = "plugsft_source"
+"""Attribute of an error: the registration that it comes from."""
+
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "loss_scale",
+    "skipped_steps",
+    "learning_rate",
+    "trained_tokens",
+    "tokens",
+    "computed_tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "padding",
+    "examples_per_micro_batch",
+    "imbalance",
+    "memory_gib",
+    "stop",
+}
 """The core's metrics, and the counts that are all-reduced with them."""
 
 
@@ -39,46 +54,44 @@ def is_stage(hook: str) -> bool:
     return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
-def keeping_results(plugin: Any, name: str) -> SimpleNamespace:
-    """Return the hooks of a plugin; those that must give a result refuse to lose it."""
+def guarded(owner: Any, name: str) -> SimpleNamespace:
+    """The hooks of a plugin or of the core; they refuse to lose a result, and name their errors."""
     hooks = {}
     for hook in SPECS:
-        mark = hook_mark(type(plugin), hook)
-        if mark is None:
-            continue
-        function = getattr(plugin, hook)
-        if mark["wrapper"]:
-            function = _refuse_lost_result(function, name, hook)
-        elif is_stage(hook) and hook not in PASSES:
-            function = _refuse_none(function, name, hook)
-        hooks[hook] = function
+        mark = hook_mark(type(owner), hook)
+        if mark is not None:
+            guard = _guard_wrapper if mark["wrapper"] else _guard_answer
+            hooks[hook] = guard(getattr(owner, hook), name, hook)
     return SimpleNamespace(**hooks)
 
 
-def _refuse_none(answer: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+def _guard_answer(answer: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    needs_result = is_stage(hook) and hook not in PASSES and not is_core(name)
+
     @functools.wraps(answer)
     def checked(*args: Any) -> Any:
-        result = answer(*args)
-        if result is None:
+        try:
+            result = answer(*args)
+        except (Exception, SystemExit) as error:
+            _name_source(error, name, hook)
+            raise
+        if result is None and needs_result:
             raise PluginError(f"plugin '{name}': its answer to '{hook}' is None; return the result")
         return result
 
     return checked
 
 
-def _refuse_lost_result(wrapper: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+def _guard_wrapper(wrapper: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
     """Refuse a missing `return` or a second yield; pluggy would name this function."""
     where = f"plugin '{name}': its wrapper of '{hook}'"
 
     @functools.wraps(wrapper)
     def checked(*args: Any) -> Any:
-        steps = wrapper(*args)
+        steps, result, begun = wrapper(*args), None, False
         try:
             next(steps)
-        except StopIteration:
-            raise PluginError(f"{where} returned before its yield") from None
-        result = None
-        try:
+            begun = True
             try:
                 result = yield
             except BaseException as error:
@@ -86,15 +99,36 @@ def _refuse_lost_result(wrapper: Callable[..., Any], name: str, hook: str) -> Ca
             else:
                 steps.send(result)
         except StopIteration as end:
+            if not begun:
+                raise PluginError(f"{where} returned before its yield") from None
             # The result itself may be None: no plugin knew the format of these rows.
             if end.value is None and result is not None:
                 raise PluginError(
                     f"{where} returned nothing; end it with: return what the yield gave"
                 ) from None
             return end.value
+        except (Exception, SystemExit) as error:
+            _name_source(error, name, hook)
+            raise
         raise PluginError(f"{where} yields twice")
 
     return checked
+
+
+def _name_source(error: BaseException, name: str, hook: str) -> None:
+    """Note where an unexpected error comes from: the first hook that it leaves."""
+    is_answer = isinstance(error, PlugsftError) and is_stage(hook)
+    if is_answer or hasattr(error, SOURCE):
+        return
+    setattr(error, SOURCE, name)
+    if is_core(name):
+        return
+    if isinstance(error, SystemExit):
+        raise PluginError(
+            f"plugin '{name}' ended the program in its hook '{hook}', as sys.exit() does; a plugin "
+            "calls run.stop(reason), or raises PluginError"
+        ) from error
+    error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
 
 
 def ensure_metric(metric: str, value: Any, plugin: str, owner: str) -> None:

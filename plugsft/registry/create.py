@@ -22,15 +22,12 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
     """Create a plugin from its options; None if it is switched off."""
     where = f"{path}: plugins.{name}"
     if name not in found:
-        hint = (
-            did_you_mean(name, found)
-            or ", not installed, and not passed from Python (plugins=[...]);"
-        )
+        hint = did_you_mean(name, found)
+        hint = hint or ", not installed, and not passed from Python (plugins=[...]);"
         raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
     if not isinstance(options, dict):
         raise RecipeError(f"{where}: given {short(options)}; write {{}} for defaults, or remove it")
-    options = dict(options)
-    enabled = options.pop("enabled", True)
+    enabled = options.get("enabled", True)
     if not isinstance(enabled, bool):
         raise RecipeError(f"{where}.enabled: given {short(enabled)}; it should be true or false")
     if not enabled:
@@ -38,7 +35,7 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
     try:
         cls = load_class(found[name])
         inspect_hooks(cls, name)
-        return cls(**options)
+        return cls(**{key: value for key, value in options.items() if key != "enabled"})
     except OSError as error:
         error.add_note(f"raised by plugin '{name}', as it was created")
         raise
@@ -51,62 +48,59 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
 
 def inspect_hooks(cls: type[Any], name: str) -> None:
     """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
-    for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
-        mark = hook_mark(cls, attribute)
-        where = f"plugin '{name}': {attribute}()"
-        if mark is None:
-            if attribute in SPECS:
-                raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
-            continue
-        if attribute not in SPECS:
-            raise PluginError(f"{where} is no hook{did_you_mean(attribute, SPECS)}")
-        if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
-            raise PluginError(
-                f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
-            )
-        if mark["wrapper"] and not is_stage(attribute):
-            raise PluginError(
-                f"{where}: '{attribute}' is a notice to every plugin; it cannot be wrapped"
-            )
-        yields = inspect.isgeneratorfunction(value)
-        if yields and not mark["wrapper"]:
-            cure = "mark it @hookimpl(wrapper=True)" if is_stage(attribute) else "a notice has none"
-            raise PluginError(f"{where} has a yield: {cure}")
-        if mark["wrapper"] and not yields:
-            raise PluginError(f"{where} has no yield: remove wrapper=True, or yield once")
-        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
-            raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
-        _inspect_arguments(value, attribute, where)
-
-    for one, other in (STATE_HOOKS, STATE_HOOKS[::-1]):
-        if hook_mark(cls, one) and not hook_mark(cls, other):
-            raise PluginError(
-                f"plugin '{name}' has {one}() and no {other}(): a resumed run would start without "
-                f"its state; add {other}()"
-            )
+    for attribute, function in inspect.getmembers_static(cls, inspect.isfunction):
+        if mistake := _mistake(cls, attribute, function):
+            raise PluginError(f"plugin '{name}': {attribute}(){mistake}")
+    kept = [hook for hook in STATE_HOOKS if hook_mark(cls, hook)]
+    if len(kept) == 1:
+        [other] = {*STATE_HOOKS} - {*kept}
+        raise PluginError(
+            f"plugin '{name}' has {kept[0]}() and no {other}(): a resumed run would start without "
+            f"its state; add {other}()"
+        )
 
 
-def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:
-    allowed = list(inspect.signature(SPECS[hook]).parameters)
+def _mistake(cls: type[Any], name: str, function: Callable[..., Any]) -> str:
+    """Say what is wrong with a method as a hook, or nothing."""
+    mark = hook_mark(cls, name)
+    if mark is None:
+        return " is named like a hook; mark it with @hookimpl" if name in SPECS else ""
+    if name not in SPECS:
+        return f" is no hook{did_you_mean(name, SPECS)}"
+    if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
+        return ": only wrapper=True is understood; order comes from @plugin(after=...)"
+    if mark["wrapper"] and not is_stage(name):
+        return f": '{name}' is a notice to every plugin; it cannot be wrapped"
+    yields = inspect.isgeneratorfunction(function)
+    if yields and not mark["wrapper"]:
+        cure = "mark it @hookimpl(wrapper=True)" if is_stage(name) else "a notice has none"
+        return f" has a yield: {cure}"
+    if mark["wrapper"] and not yields:
+        return " has no yield: remove wrapper=True, or yield once"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return ": a hook is a plain function; nothing awaits an async one"
+    allowed = list(inspect.signature(SPECS[name]).parameters)
     for argument, parameter in inspect.signature(function).parameters.items():
         if argument not in allowed:
-            raise PluginError(
-                f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
-                f"allowed: {', '.join(allowed[1:])}"
-            )
+            hint = did_you_mean(argument, allowed) or ";"
+            return f" has no argument '{argument}'{hint} allowed: {', '.join(allowed[1:])}"
         # pluggy would not pass it, and the default would replace the core's value.
         if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
-            raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
+            return f": write '{argument}' as a plain argument, with no default"
+    return ""
 
 
 def order(plugins: Mapping[str, Any]) -> list[str]:
-    """Sort plugins by `after` and `before`, then by name; after=["*"] comes after all others."""
+    """Sort plugins by `after` and `before`; those that may come next, by name.
+
+    after=["*"] comes after all others.
+    """
     sorter = TopologicalSorter[str]()
     contracts = {name: contract_of(plugin) for name, plugin in sorted(plugins.items())}
     for name, contract in contracts.items():
         after = contract.after
         if EVERY in after:
-            after = tuple(o for o, c in contracts.items() if not {EVERY, name} & {*c.after})
+            after = [o for o, c in contracts.items() if not {EVERY, name} & {*c.after}]
         sorter.add(name, *(other for other in after if other in plugins))
         for other in contract.before:
             if other in plugins:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..base.errors import RecipeError, choices
 from ..hooks import PLUGIN
-from ..recipe.capabilities import CAPABILITIES, SHARED
+from ..recipe.capabilities import SHARED, SUGGESTED
 from ..recipe.read import read, validate
 from ..recipe.tables import COLUMNS, Recipe
 from .active import Active, options_of
@@ -53,7 +53,13 @@ def resolve(
         wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     )
     if recipe is not None:
-        recipe = recipe.with_provided(provided_by(created))
+        recipe = recipe.with_provided(
+            [
+                (capability, name, option)
+                for name in sorted(created)
+                for capability, option in contract_of(created[name]).provides.items()
+            ]
+        )
         problems += [f"{path}: {line}" for line in provided_twice(recipe)]
     if problems or recipe is None:
         raise RecipeError(problems)
@@ -88,18 +94,9 @@ def _conflicts(
             yield f"data.columns: unknown name '{name}'{choices(name, COLUMNS, 'known are')}"
 
 
-def provided_by(plugins: Mapping[str, Any]) -> dict[str, list[tuple[str, str | None]]]:
-    """Return each capability of plugins: who provides it, and the option that tunes it."""
-    provided: dict[str, list[tuple[str, str | None]]] = {}
-    for name, plugin in sorted(plugins.items()):
-        for capability, option in contract_of(plugin).provides.items():
-            provided.setdefault(capability, []).append((name, option))
-    return provided
-
-
 def provided_twice(recipe: Recipe) -> Iterator[str]:
     """Yield capabilities that two plugins provide where one must."""
-    for capability in sorted({*CAPABILITIES} - SHARED):
+    for capability in sorted({*SUGGESTED} - SHARED):
         names = [provider.plugin for provider in recipe.providers(capability)]
         if len(names) > 1:
             yield (

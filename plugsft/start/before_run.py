@@ -28,7 +28,7 @@ from ..output.folder import (
     results_of,
 )
 from ..ranks.launcher import watch_launcher
-from ..recipe.parse import anchored, default_of, flatten
+from ..recipe.parse import anchored, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
@@ -54,8 +54,7 @@ def output_folder(
         if checkpoints is None:
             yield None
             return
-        with active.name_failing_plugin():
-            yield checkpoints
+        yield checkpoints
     say(f"model: {recipe.folder / 'model'}")
     say(f"report: {recipe.folder / 'report.html'}")
 
@@ -91,11 +90,12 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         return False
     if step not in (None, run.steps.total):
         return False
-    then, now = flatten(read_recipe(folder)), flatten(anchored(recipe, "json"))
-    same = tuple(key for key in MAY_DIFFER if key != "plugins.")
+    now = flatten(anchored(recipe, "json"))
     # A key that is newer than the run had its default.
+    then = defaults_of(now) | flatten(read_recipe(folder))
+    same = tuple(key for key in MAY_DIFFER if key != "plugins.")
     keys = (key for key in {*then, *now} - {"plugins"} if not key.startswith(same))
-    if changed := sorted(k for k in keys if then.get(k, default_of(k)) != now.get(k)):
+    if changed := sorted(k for k in keys if then.get(k) != now.get(k)):
         raise RecipeError(
             f"output: {recipe.output} holds another recipe's finished run: {', '.join(changed)} "
             "changed since; undo that, or give another output"

@@ -40,12 +40,12 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> N
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from ..model.schedule import check_schedule
+    from ..model.schedule import ensure_schedule
     from ..output.folder import ensure_inputs
     from .before_run import output_folder
 
     ensure_inputs(recipe, path)
-    check_schedule(recipe.train)
+    ensure_schedule(recipe.train)
     start.ensure_possible()
     machine = look()
     with output_folder(recipe, active, machine, start) as checkpoints:

@@ -33,7 +33,7 @@ def adapt(folder, dtype=torch.float32, empty=False, load=None, **options):
     """Load a model as a run does."""
     plugin, load = Lora(**options), load or Load(str(folder), {"dtype": dtype}, empty)
     plugin.dtype = str(dtype).removeprefix("torch.")
-    return apply(load.build(), plugin, load), plugin
+    return apply(load.load_model(), plugin, load), plugin
 
 
 def shake(*models):

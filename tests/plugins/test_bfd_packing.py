@@ -302,7 +302,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
     next(steps)
     with pytest.raises(RecipeError) as refused:
         try:
-            model = load.build()
+            model = load.load_model()
         except RecipeError as error:
             steps.throw(error)
         steps.send(model)

@@ -132,7 +132,7 @@ def plugsft_step(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = Fal
     wrapper = plugin.optimize_model(load)
     next(wrapper)
     try:
-        wrapper.send(load.build())
+        wrapper.send(load.load_model())
     except StopIteration as ended:
         model: Any = ended.value
     if peft:

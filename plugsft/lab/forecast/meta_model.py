@@ -223,7 +223,7 @@ class _ConfigLoad(Load):
 
     config: PretrainedConfig = field(kw_only=True)
 
-    def build(self) -> Any:
+    def load_model(self) -> Any:
         """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         quantization = rest.pop("quantization_config", None)
@@ -289,7 +289,7 @@ class MetaModel:
         if casts_weights:
             load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # Plugins accept a model on the meta device: FSDP2 loads it the same way.
-        with torch.device("meta"), active.name_failing_plugin():
+        with torch.device("meta"):
             load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
             self.model: Any = active.hooks.optimize_model(load=load)
         with self._mode:
@@ -329,8 +329,7 @@ class MetaModel:
     def _state_bytes(self) -> float:
         """The bytes of the optimizer's states, from a step of one weight of each shape."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        with self._active.name_failing_plugin():
-            optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
+        optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
         shapes = {(weight.shape, weight.dtype): weight for weight in trained}
         with self._mode:
             for weight in shapes.values():

@@ -56,7 +56,7 @@ def plan(
             "remove one of the two"
         )
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
-    with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():
+    with TemporaryDirectory(prefix="plugsft-plan-") as folder:
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
         if probes:
