@@ -20,9 +20,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.examples import make_examples, trained_mask
 from plugsft.data.jsonl import RowList
 from plugsft.data.prepare import VERSIONS
-from plugsft.data.slices import ShardWriter, make_examples, render, trained_mask
+from plugsft.data.slices import ShardWriter, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve

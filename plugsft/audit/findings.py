@@ -13,10 +13,10 @@ from ..base.errors import PlugsftError
 from ..base.types import Rows
 from ..data.chat import Chat
 from ..data.formats import TEXTS, BadRow, format_of, read_chat
-from ..data.jsonl import name_rows
 from ..data.render import renamed
+from ..data.row_names import CURE_LONG, cure_bad, describe_warnings, name_rows
 from ..data.sample import Sample
-from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, read_lead_row
 from ..recipe.tables import Data
 from ..registry.active import Active

@@ -86,7 +86,7 @@ def share_slices(
     work: ShardWriter, sources: Sequence[OpenSource], folder: Path, is_complete: IsComplete
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
-    slices, claims = work.cut(sources), Claims(folder)
+    slices, claims = work.slices(sources), Claims(folder)
     try:
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _prepare_slices(slices: list[Slice], work: SharedShardWriter, claims: Claims
     while unfinished := _unfinished(slices, work):
         if free := _free_slices(unfinished, work, claims):
             shards = work.hooks.tokenize(slices=free, work=work)
-            done += sum(bool(shard.file) for shard in shards)
+            done += sum(not shard.elsewhere for shard in shards)
         else:
             time.sleep(POLL_SECONDS)
     if before + done < len(slices):

@@ -14,8 +14,8 @@ from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
 from ..data.formats import BadRow
-from ..data.jsonl import name_rows
 from ..data.prepare import describe_unrolled
+from ..data.row_names import name_rows
 from ..data.sample import Sample, sample_ranges
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource
