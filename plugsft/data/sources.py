@@ -76,8 +76,12 @@ class OpenSource(JoinedRows):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of its tokens says of it."""
-        name, weight = hide_query(self.source.source), self.source.weight
-        return {"name": name, "weight": weight, "rows": self.ranges}
+        source = self.source
+        return {
+            "name": hide_query(source.source),
+            "weight": source.weight,
+            "rows": self.ranges,
+        }
 
     @cached_property
     def parts(self) -> Sequence[Rows]:
