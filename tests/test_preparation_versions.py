@@ -152,10 +152,10 @@ def encode_all(folder):
     )
     part = Slice(0, 0, len(rows), RowList(rows))
     work._hooks = hooks(folder)
-    shard = Shard("")
+    shard, examples = work._prepare(part)
     return {
         str(special): vars(tokenizer().encode_texts(TEXTS, special)) for special in (False, True)
-    } | {"long": [arrays(work._examples(part, shard)), shard.truncated]}
+    } | {"long": [arrays(examples), shard.truncated]}
 
 
 def mask(folder):
