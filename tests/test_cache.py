@@ -227,7 +227,13 @@ def test_a_data_set_that_does_not_fit_together_is_refused(recipe, harm, says):
 def all_of(tokens):
     """Everything that training takes of a data set."""
     numbers = np.arange(len(tokens))
-    columns = [tokens.lengths, tokens.targets, tokens.rows, tokens._first_lengths, tokens._prefixes]
+    columns = [
+        tokens.lengths,
+        tokens.targets,
+        tokens.rows,
+        tokens._first_lengths,
+        tokens._shared_prefixes,
+    ]
     sources = [source["examples"] for source in tokens.facts["sources"]]
     parts = [*columns, *tokens.gather(numbers), np.array([tokens.facts["pairs"], *sources])]
     return b"".join(part.tobytes() for part in parts)

@@ -20,9 +20,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.examples import make_examples, trained_mask
 from plugsft.data.jsonl import RowList
 from plugsft.data.prepare import VERSIONS
-from plugsft.data.slices import ShardWriter, make_examples, render, trained_mask
+from plugsft.data.slices import ShardWriter, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
@@ -151,10 +152,10 @@ def encode_all(folder):
     )
     part = Slice(0, 0, len(rows), RowList(rows))
     work._hooks = hooks(folder)
-    shard = Shard("")
+    shard, examples = work._prepare(part)
     return {
         str(special): vars(tokenizer().encode_texts(TEXTS, special)) for special in (False, True)
-    } | {"long": [arrays(work._examples(part, shard)), shard.truncated]}
+    } | {"long": [arrays(examples), shard.truncated]}
 
 
 def mask(folder):

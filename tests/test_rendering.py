@@ -14,11 +14,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plugsft import DataError
 from plugsft.data.chat import BLOCKS, CHATML, SERVED, Chat
+from plugsft.data.examples import target_mask
 from plugsft.data.jinja import compile_template
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows as render
-from plugsft.data.slices import target_mask
 from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Recipe

@@ -24,7 +24,7 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import TOKEN_HOOKS, open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
-from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, share_rows
+from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
 from ..model.checks import ensure_example_weights
 from ..model.config import ensure_ids_known, ensure_model_fits
 from ..model.schedule import ScheduleDefaults, ensure_schedule, factors_of, long_warmup
@@ -204,7 +204,7 @@ def check_data(
             with findings.about("eval"):
                 work.sources = [recipe.eval_source()]
                 rows = _open(findings, "eval", work.sources)
-                if any(share_rows(rows[0].facts, source.facts) for source in opened):
+                if any(overlap(rows[0].facts, source.facts) for source in opened):
                     findings.warn("eval", ROWS_NOT_HELD_OUT)
                 with findings.about("rows"):
                     tokens += _rows(findings, recipe, active, work, rows, 0)["lengths"].sum()

@@ -72,7 +72,7 @@ def share_slices(
     work: ShardWriter, sources: Sequence[OpenSource], folder: Path, is_complete: IsComplete
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
-    slices, claims = work.cut(sources), Claims(folder)
+    slices, claims = work.slices(sources), Claims(folder)
     shared = folder.with_name(f".{folder.name}.parts-shared")
     name = f"{HOST_ID}-{os.getpid()}"
     try:
@@ -126,7 +126,7 @@ def _prepare_slices(slices: list[Slice], work: SharedShardWriter) -> None:
         free = [part for part in unfinished if claims.path(work.path(part).stem) not in taken]
         if free:
             shards = work.hooks.tokenize(slices=free, work=work)
-            done += sum(bool(shard.file) for shard in shards)
+            done += sum(not shard.elsewhere for shard in shards)
         else:
             time.sleep(POLL_SECONDS)
     if before + done < len(slices):

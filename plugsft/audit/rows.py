@@ -16,11 +16,11 @@ from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
 from ..data.formats import TEXTS, BadRow, format_of, read_chat
-from ..data.jsonl import name_rows
 from ..data.prepare import describe_unrolled
 from ..data.render import renamed
+from ..data.row_names import CURE_LONG, cure_bad, describe_warnings, name_rows
 from ..data.sample import Sample, sample_ranges
-from ..data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
+from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, read_lead_row
 from ..data.turns import ASK
 from ..recipe.tables import Data

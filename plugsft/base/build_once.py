@@ -64,12 +64,13 @@ class Claims:
 
     def living(self) -> list[Path]:
         """Find the claims of processes that seem alive; remove those of dead ones."""
-        paths = sorted(self.folder.parent.glob(self.path("*").name))
-        alive = {path: self.seems_alive(path) for path in paths}
-        for path in paths:
-            if not alive[path]:
+        living = []
+        for path in sorted(self.folder.parent.glob(self.path("*").name)):
+            if self.seems_alive(path):
+                living.append(path)
+            else:
                 path.unlink(missing_ok=True)
-        return [path for path in paths if alive[path]]
+        return living
 
     def seems_alive(self, path: Path) -> bool:
         """Tell whether the process that wrote a file seems alive."""
@@ -140,9 +141,9 @@ def take_over(folders: list[Path], building: Path) -> None:
     """Make a folder to build in, with the files of the last dead builder if there is one."""
     for folder in folders[:-1]:
         remove(folder)
-    with suppress(OSError):  # another process was first
-        for last in folders[-1:]:
-            last.rename(building)
+    if folders:
+        with suppress(OSError):  # another process was first
+            folders[-1].rename(building)
     building.mkdir(exist_ok=True)
 
 

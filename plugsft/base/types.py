@@ -144,6 +144,11 @@ class Shard:
     stamp: list[int | str] = field(default_factory=list)
     """The file's size and checksum."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process writes the file; only the rows are known here."""
+        return not self.file
+
 
 @dataclass(frozen=True)
 class SliceResult:

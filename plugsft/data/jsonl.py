@@ -8,6 +8,7 @@ and does not stop the reading of the file: in its place comes the reason.
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
 
 MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
-"""Bytes to read at a time: all adjacent lines at once, but for very long ones."""
+"""Bytes to read at a time, at least for a few rows, and at most to search for lines."""
 NO_OBJECT = "not a JSON object"
 
 
@@ -38,27 +39,27 @@ class JsonLines:
 
     def read(self, start: int, stop: int) -> list[Row | str]:
         """Read rows, and the reason in place of one that is not a JSON object."""
-        offsets = self.offsets[start : stop + 1]
-        size = int(offsets[-1] - offsets[0]) if len(offsets) else 0
-        with self.path.open("rb", min(max(size, MIN_BUFFER), MAX_BUFFER)) as file:
-            file.seek(offsets[0] if size else 0)
-            return [_parse(file.read(length)) for length in np.diff(offsets).tolist()]
+        offsets = self.offsets[min(start, len(self)) : stop + 1].tolist()
+        size = offsets[-1] - offsets[0]
+        with self.path.open("rb", max(size, MIN_BUFFER)) as file:
+            file.seek(offsets[0])
+            return [_parse(file.read(end - begin)) for begin, end in pairwise(offsets)]
 
     def sizes(self) -> Ints:
         """Count the bytes of each row, and of the blank lines behind it."""
         return np.diff(self.offsets)
 
     def line_numbers(self, rows: Sequence[int]) -> list[int]:
-        """Count the lines before rows, as an editor does, from 1; in rising order."""
-        lines, line, position = [], 1, 0
-        with self.path.open("rb") as file:
-            for start in sorted(self.offsets[list(rows)].tolist()):
-                while position < start:
-                    content = file.read(min(MAX_BUFFER, start - position))
-                    line += content.count(b"\n")
-                    position += len(content)
-                lines.append(line)
-        return lines
+        """Number the lines of rows as an editor does, from 1; in rising order."""
+        wanted, found, position = {*self.offsets[list(rows)].tolist()}, list[int](), 0
+        with self.path.open("rb", MAX_BUFFER) as file:
+            for number, line in enumerate(file, 1):
+                if position in wanted:
+                    found.append(number)
+                if len(found) == len(wanted):
+                    break
+                position += len(line)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,12 @@ class JoinedRows:
     """Rows of several files, or of several ranges of one."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts = parts
+        self._parts = parts
+
+    @property
+    def parts(self) -> Sequence[Rows]:
+        """The rows of each file or range; those of a source are found at the first access."""
+        return self._parts
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -116,28 +122,12 @@ class JoinedRows:
 def find_lines(path: Path) -> JsonLines:
     """Find the lines of a file that are not blank."""
     offsets, position = array("q"), 0
-    with path.open("rb") as file:
+    with path.open("rb", MAX_BUFFER) as file:
         for line in file:
             if not line.isspace():
                 offsets.append(position)
             position += len(line)
     return JsonLines(path, np.array([*offsets, position], np.int64))
-
-
-def name_rows(
-    numbers: Sequence[int], rows: Rows | None = None, first: int = 0, count: int | None = None
-) -> str:
-    """Name rows: "lines 4, 7" of a jsonl file, else "rows 3, 6 (counting from 0)".
-
-    `first` is the number of the first of `rows`. `count` tells if `numbers` are not all.
-    """
-    numbers = [*dict.fromkeys(numbers)]  # a row may be named for each of its examples
-    count = len(numbers) if count is None else count
-    word, shown, note = "row", numbers[:5], " (counting from 0)"
-    if isinstance(rows, JsonLines):
-        word, shown, note = "line", rows.line_numbers([number - first for number in shown]), ""
-    more = f" and {count - len(shown):,} more" if count > len(shown) else ""
-    return f"{word}{'s' * (count > 1)} {', '.join(map(str, shown))}{more}{note}"
 
 
 def without_none(value: Any) -> Any:

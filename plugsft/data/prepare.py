@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +29,9 @@ from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import OWN, Tokenizer
 from .load_tokenizer import Render, data_tokenizer, load_tokenizer, train_tokenizer
-from .slices import (
-    ShardWriter,
-    counted,
-    cure_bad,
-    describe_bad_rows,
-    describe_warnings,
-    merge,
-    render,
-)
-from .sources import ROWS_NOT_HELD_OUT, OpenSource, open_source, share_rows
+from .row_names import counted, cure_bad, describe_bad_rows, describe_warnings
+from .slices import ShardWriter, merge, render
+from .sources import ROWS_NOT_HELD_OUT, OpenSource, open_source, overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +110,7 @@ class OpenData:
     """Folder of a tokenizer that was trained on the data."""
 
 
-ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
+WithOthers = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
 """Prepares slices of a folder's tokens together with other processes."""
 
 
@@ -137,10 +130,8 @@ class Prepared:
 
     def facts(self) -> dict[str, str]:
         """Describe the data, to compare ranks."""
-        facts = {"the training data": _describe_tokens(self.tokens)}
-        if self.evaluation is not None:
-            facts["the evaluation data"] = _describe_tokens(self.evaluation)
-        return facts
+        named = {"the training data": self.tokens, "the evaluation data": self.evaluation}
+        return {name: _describe_tokens(tokens) for name, tokens in named.items() if tokens}
 
 
 def _describe_tokens(tokens: Tokens) -> str:
@@ -149,26 +140,25 @@ def _describe_tokens(tokens: Tokens) -> str:
     return f"{len(tokens):,} examples of {count:,} tokens ({digest(key)[:8]})"
 
 
-def prepare(recipe: Recipe, active: Active, share: ShareSlices = None) -> Prepared:
+def prepare(recipe: Recipe, active: Active, with_others: WithOthers = None) -> Prepared:
     """Open the sources, and turn their rows into tokens, or find these."""
     data = open_data(recipe, active)
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
         say(f"data: {summarize(tokens.facts, 'already prepared')}")
     else:
-        tokens = _prepare_tokens(data.work, data.sources, active, share)
+        tokens = _prepare_tokens(data.work, data.sources, active, with_others)
     evaluation = None
     if recipe.eval is not None:
-        data.work.sources = [recipe.eval_source()]
-        evaluation = _prepare_tokens(
-            data.work, [open_source(data.work.sources[0], "eval.source")], active, share
-        )
-        [held] = evaluation.facts["sources"]
-        if any(share_rows(held, source) for source in tokens.facts["sources"]):
+        name = recipe.eval_source()
+        work = replace(data.work, sources=[name])
+        sources = [open_source(name, "eval.source")]
+        evaluation = _prepare_tokens(work, sources, active, with_others)
+        if any(overlap(sources[0].facts, source) for source in tokens.facts["sources"]):
             say(f"warning: {ROWS_NOT_HELD_OUT}")
         if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
             raise DataError(
-                f"eval.source: {data.work.sources[0].source}: its rows have no column "
+                f"eval.source: {name.source}: its rows have no column "
                 f"'{missing[0]}', but the training rows have; add it, or name another source"
             )
     return Prepared(data.tokenizer, data.tokenizer_folder, tokens, evaluation)
@@ -210,19 +200,16 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
         "plugins": plugin_versions(active, ("render",)),
     }
 
-    started, trained = time.perf_counter(), []
-
     def fill(folder: Path) -> None:
-        trained.append(train_tokenizer(sources, make_renderer(recipe, active), scratch.vocab))
-        trained[0].save_pretrained(folder)
+        started = time.perf_counter()
+        trained = train_tokenizer(sources, make_renderer(recipe, active), scratch.vocab)
+        trained.save_pretrained(folder)
+        seconds = time.perf_counter() - started
+        say(f"tokenizer: trained on the data, {len(trained):,} entries, {seconds:.1f} s")
 
     folder = recipe.folder / "scratch" / f"tokenizer-{digest(key)}"
-    once(folder, fill=fill)
-    origin = "from cache, trained on the data before"
-    if trained:
-        seconds = time.perf_counter() - started
-        origin = f"trained on the data, {len(trained[0]):,} entries, {seconds:.1f} s"
-    say(f"tokenizer: {origin}")
+    if not once(folder, fill=fill):
+        say("tokenizer: from cache, trained on the data before")
     return folder
 
 
@@ -263,37 +250,19 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
 
 
 def _prepare_tokens(
-    work: ShardWriter, sources: Sequence[OpenSource], active: Active, share_slices: ShareSlices
+    work: ShardWriter, sources: Sequence[OpenSource], active: Active, with_others: WithOthers
 ) -> Tokens:
     key = key_of(work, sources, active)
-    started, built = time.perf_counter(), []
+    started, built = time.perf_counter(), False
 
     def fill(folder: Path) -> None:
-        built.append(folder)
-        work.folder, slices = folder, work.cut(sources)
-        # Finished shards of a killed build.
-        finished = {part: shard for part in slices if (shard := work.finished(part))}
-        missing = [part for part in slices if part not in finished]
-        if finished and missing:
-            say(f"data: continuing after {len(finished):,} of {len(slices):,} slices")
-        new_shards = active.hooks.tokenize(slices=missing, work=work)
-        finished |= dict(zip(missing, new_shards, strict=True))
-        shards = [finished[part] for part in slices]
-        total = merge(shards)
-        facts = _facts(total, shards, sources, work, key)
-        if not facts["trained_tokens"]:
-            names = ", ".join(source.source for source in work.sources)
-            only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
-            why = describe_bad_rows(total.bad, only) or describe_warnings(total.warnings, only)[0]
-            cure = cure_bad(total.bad, drop=False)
-            raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
-        write_index(folder, shards, facts)
-        for shard in shards:
-            (folder / shard.file).with_suffix(".json").unlink()
+        nonlocal built
+        built = True
+        _write_tokens(replace(work, folder=folder), sources, key)
 
     def build(folder: Path, is_complete: IsComplete = is_whole) -> bool:
-        if share_slices and not is_complete(folder):
-            share_slices(work, sources, folder, is_complete)
+        if with_others and not is_complete(folder):
+            with_others(work, sources, folder, is_complete)
         return once(folder, is_complete, fill=fill)
 
     tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
@@ -308,6 +277,35 @@ def _prepare_tokens(
     for warning in describe_warnings(tokens.facts["warnings"]):
         say(f"warning: data: {warning}")
     return tokens
+
+
+def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[str, Any]) -> None:
+    """Write the shards that a killed build has not left, and the index of all."""
+    slices = work.slices(sources)
+    shards = {part: shard for part in slices if (shard := work.find_finished(part))}
+    missing = [part for part in slices if part not in shards]
+    if shards and missing:
+        say(f"data: continuing after {len(shards):,} of {len(slices):,} slices")
+    new_shards = work.hooks.tokenize(slices=missing, work=work)
+    shards.update(zip(missing, new_shards, strict=True))
+    in_order = [shards[part] for part in slices]
+    total = merge(in_order)
+    if total.too_long:
+        total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long
+    if not total.trained:
+        _refuse_untrained(work, total, sources)
+    write_index(work.folder, in_order, _facts(total, in_order, sources, work, key))
+    for shard in in_order:
+        (work.folder / shard.file).with_suffix(".json").unlink()
+
+
+def _refuse_untrained(work: ShardWriter, total: Shard, sources: Sequence[OpenSource]) -> None:
+    names = ", ".join(source.source for source in work.sources)
+    # Of one range of a file, the lines can be named.
+    rows = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
+    why = describe_bad_rows(total.bad, rows) or describe_warnings(total.warnings, rows)[0]
+    cure = cure_bad(total.bad, drop=False)
+    raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
 
 
 def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
@@ -348,8 +346,6 @@ def _facts(
     work: ShardWriter,
     key: dict[str, Any],
 ) -> dict[str, Any]:
-    if total.too_long:
-        total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long
     return {
         "key": digest(key),
         "key_parts": key,

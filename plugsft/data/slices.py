@@ -12,38 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..base.atomic import stamp, write_text
 from ..base.checksums import add_checksum, parse_checksummed
-from ..base.console import progress
+from ..base.console import progress as progress_bar
 from ..base.errors import DataError, PlugsftError
-from ..base.types import (
-    Counted,
-    Encoded,
-    Ints,
-    Rendered,
-    Row,
-    Rows,
-    Shard,
-    Slice,
-    SliceResult,
-    Span,
-)
-from ..hooks import Hooks, with_plugins
+from ..base.types import Encoded, Rendered, Row, Shard, Slice, SliceResult
+from ..hooks import Hooks, is_core, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
-from ..tokens.shards import Examples, count_true, offsets_of, places_of, shared_prefix, write_shard
-from ..tokens.tokenizer import Tokenizer, num_bytes
+from ..tokens.shards import Examples, write_shard
+from ..tokens.tokenizer import Tokenizer
 from .defaults import DataDefaults
-from .jsonl import name_rows
+from .examples import Mask, make_examples, trained_mask
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
+from .row_names import CURE_LONG, counted, cure_bad, describe_bad_rows
 from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import hold_tokens, read_tokens
 
-CUT = "no trained token, or two equal answers, within data.max_length; left out"
-"""Warning of rows, or of turns, that are cut before what they teach."""
-CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 ONE_THREAD = {
     "FASTOKENS_BPE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -51,10 +37,6 @@ ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment of a worker, one per core: more threads would only compete for it."""
-
-
-Mask = NDArray[np.bool_]
-"""A boolean for each token, text or row."""
 
 
 @dataclass
@@ -82,17 +64,14 @@ class ShardWriter:
 
     def tokenize(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
-        path = self.path(part)
-        shard = Shard(path.name, source=part.source, rows=part.stop - part.start)
         with _collector_off():
-            examples = self._examples(part, shard)
-        if shard.bad and self.data.on_bad_row == "error":
-            bad = describe_bad_rows(shard.bad, part.rows, part.start)
-            raise DataError(f"{self.name(part)}: {bad}{cure_bad(shard.bad)}")
-        if shard.too_long and self.data.too_long == "error":
-            too_long = {f"longer than {self.data.max_length} tokens": shard.too_long}
-            bad = describe_bad_rows(too_long, part.rows, part.start)
-            raise DataError(f"{self.name(part)}: {bad}{CURE_LONG}")
+            shard, examples = self._prepare(part)
+        if self.data.on_bad_row == "error":
+            self._refuse(part, shard.bad, cure_bad(shard.bad))
+        if self.data.too_long == "error" and shard.too_long:
+            long = {f"longer than {self.data.max_length} tokens": shard.too_long}
+            self._refuse(part, long, CURE_LONG)
+        path = self.path(part)
         shard.examples, shard.tokens = len(examples.rows), len(examples.mask)
         shard.largest = int(examples.ids.max(initial=0))
         shard.trained, shard.columns = write_shard(path, examples), examples.types
@@ -100,6 +79,11 @@ class ShardWriter:
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(vars(shard))))
         return shard
+
+    def _refuse(self, part: Slice, bad: dict[str, list[int]], cure: str) -> None:
+        if bad:
+            which = describe_bad_rows(bad, part.rows, part.start)
+            raise DataError(f"{self.name(part)}: {which}{cure}")
 
     def attempt(self, part: Slice) -> SliceResult:
         """Tokenize a slice in a worker; return its shard, or an error that can be pickled."""
@@ -115,7 +99,7 @@ class ShardWriter:
                 error.add_note(f"in a worker process:\n{trace}")
             return SliceResult(None, error)
 
-    def cut(self, sources: Sequence[OpenSource]) -> list[Slice]:
+    def slices(self, sources: Sequence[OpenSource]) -> list[Slice]:
         """Cut sources into slices; refuse configured columns that no row has."""
         if self.sources == self.data.all_sources():
             ensure_columns(self.data, sources)  # evaluation data may lack columns
@@ -132,16 +116,17 @@ class ShardWriter:
     @contextmanager
     def progress(self, slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
         """Show the progress of slices; call the function that it yields with each shard."""
-        started, done = time.monotonic(), Shard("")
+        started, rows, tokens = time.monotonic(), 0, 0
         total = sum(part.stop - part.start for part in slices)
-        with progress("tokenizing", total, "rows") as advance:
+        with progress_bar("tokenizing", total, "rows") as advance:
 
             def add(shard: Shard) -> None:
-                if shard.file:  # else another process tokenizes it
-                    done.rows += shard.rows
-                    done.tokens += shard.tokens
+                nonlocal rows, tokens
+                if not shard.elsewhere:
+                    rows += shard.rows
+                    tokens += shard.tokens
                 seconds = max(time.monotonic() - started, 1e-3)
-                speed = f"{done.rows / seconds:,.0f} rows/s, {done.tokens / seconds:,.0f} tokens/s"
+                speed = f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s"
                 advance(shard.rows, f"{self.team()}{speed}")
 
             yield add
@@ -155,7 +140,7 @@ class ShardWriter:
         source = self.sources[part.source]
         return source.source + ("" if source.split == "train" else f" (split {source.split})")
 
-    def finished(self, part: Slice) -> Shard | None:
+    def find_finished(self, part: Slice) -> Shard | None:
         """Find the shard of a slice if a killed build has left it complete."""
         path = self.path(part)
         try:
@@ -165,10 +150,10 @@ class ShardWriter:
             return None
         return shard if complete and shard.rows == part.stop - part.start else None
 
-    def _examples(self, part: Slice, shard: Shard) -> Examples:
-        """Make the examples of a slice; name the row that an error comes from."""
+    def _prepare(self, part: Slice) -> tuple[Shard, Examples]:
+        """Make the examples of a slice; name the row at which a plugin fails."""
         try:
-            return self._make_examples(part, shard)
+            return self._make_examples(part)
         except PlugsftError:
             raise  # its message names the rows
         except Exception as error:
@@ -176,20 +161,26 @@ class ShardWriter:
             for row in range(part.start, part.stop):
                 rows = part.rows.part(row - part.start, row - part.start + 1)
                 try:
-                    self._make_examples(
-                        replace(part, start=row, stop=row + 1, rows=rows), Shard("")
-                    )
+                    self._make_examples(replace(part, start=row, stop=row + 1, rows=rows))
                 except Exception as row_error:
                     row_error.add_note(f"at {self.where(part)}: it was row {row:,}")
                     raise row_error from None
             raise
 
-    def _make_examples(self, part: Slice, shard: Shard) -> Examples:
-        numbers, rows = self._read(part, shard)
+    def _make_examples(self, part: Slice) -> tuple[Shard, Examples]:
+        """Make the examples of a slice, and a shard that counts what was left out."""
+        shard = Shard(self.path(part).name, source=part.source, rows=part.stop - part.start)
+        numbers, rows = list[int](), list[Row]()
+        for number, row in enumerate(part.rows.read(0, len(part.rows)), part.start):
+            if isinstance(row, str):
+                shard.bad.setdefault(row, []).append(number)
+            else:
+                numbers.append(number)
+                rows.append(row)
         data = self.data.model_copy()
         data._lead_row = part.lead_row
         if hold_tokens(lead_row(rows, data)):
-            rendered, encoded, mask = self._read_tokens(part, rows, data)
+            rendered, encoded, trained = self._read_tokens(part, rows, data)
         else:
             source = self.sources[part.source].source
             rendered = render(self.hooks, data, source, rows, self.tokenizer)
@@ -198,7 +189,7 @@ class ShardWriter:
                 tokenizer=self.tokenizer,
                 special_tokens=rendered.special_tokens,
             )
-            mask = trained_mask(encoded, rendered)
+            trained = trained_mask(encoded, rendered)
         shard.mask, shard.unread = rendered.mask, rendered.unread
         shard.engines.update(encoded.engines)
         for number, reason in rendered.bad.items():
@@ -208,28 +199,19 @@ class ShardWriter:
             if warned:
                 shard.warnings[warning] = counted(warned)
         row_numbers = np.array(numbers, np.int64)
-        return make_examples(encoded, mask, rendered, row_numbers, self.data, shard)
-
-    def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
-        """Read the rows that can be read, with their numbers."""
-        numbers, rows = list[int](), list[Row]()
-        for number, row in enumerate(part.rows.read(0, len(part.rows)), part.start):
-            if isinstance(row, str):
-                shard.bad.setdefault(row, []).append(number)
-            else:
-                numbers.append(number)
-                rows.append(row)
-        return numbers, rows
+        return shard, make_examples(encoded, trained, rendered, row_numbers, self.data, shard)
 
     def _read_tokens(
         self, part: Slice, rows: list[Row], data: Data
     ) -> tuple[Rendered, Encoded, Mask]:
-        renderer = with_plugins(self.hooks.render)
+        """Check the tokens of rows that hold them; nothing renders or encodes these."""
+        hook: Any = self.hooks.render
         try:
-            if " of plugin" in renderer:
+            if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
                 raise DataError(
-                    f"rows of tokens cannot be used with {renderer}, which reads rows before they "
-                    "are tokens: name the rows that these were made of, or remove the plugin"
+                    f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
+                    "before they are tokens: name the rows that these were made of, or remove the "
+                    "plugin"
                 )
             return read_tokens(rows, self.tokenizer, data)
         except DataError as error:
@@ -270,33 +252,6 @@ def describe_unknown_columns(row: Row, data: Data, source: str) -> str:
     )
 
 
-def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int = 0) -> str:
-    """Say which rows are bad and why, the most frequent reason first."""
-    by_count = sorted(bad.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{name_rows(numbers, rows, first)}: {why}" for why, numbers in by_count)
-
-
-def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
-    """Say what to do about bad rows; with `drop`, how to train without them."""
-    first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
-    if not bad:
-        first = "Raise data.max_length"
-    return f". {first}" + (', or set data.on_bad_row = "drop"' if drop else "")
-
-
-def describe_warnings(warnings: Mapping[str, Counted], rows: Rows | None = None) -> list[str]:
-    """Name the rows of each warning."""
-    return [
-        f"{name_rows(counted['rows'], rows, count=counted['count'])}: {warning}"
-        for warning, counted in sorted(warnings.items())
-    ]
-
-
-def counted(rows: list[int]) -> Counted:
-    """Count rows, and keep the first of them: a data set may have millions."""
-    return {"count": len(rows), "rows": rows[:10]}
-
-
 def merge(shards: Sequence[Shard]) -> Shard:
     """Add up shards, for messages and records."""
     total = Shard("")
@@ -312,161 +267,13 @@ def merge(shards: Sequence[Shard]) -> Shard:
         total.engines.update(shard.engines)
         for reason, rows in shard.bad.items():
             total.bad.setdefault(reason, []).extend(rows)
-        for warning, counted in shard.warnings.items():
-            entry = total.warnings.setdefault(warning, {"count": 0, "rows": []})
-            entry["count"] += counted["count"]
-            entry["rows"] = (entry["rows"] + counted["rows"])[:10]
+        for warning, new in shard.warnings.items():
+            known = total.warnings.setdefault(warning, {"count": 0, "rows": []})
+            known["count"] += new["count"]
+            known["rows"] = (known["rows"] + new["rows"])[:10]
         total.unread = sorted({*total.unread, *shard.unread})
     total.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
     return total
-
-
-def make_examples(
-    encoded: Encoded, mask: Mask, rendered: Rendered, numbers: Ints, data: Data, shard: Shard
-) -> Examples:
-    """Truncate or leave out examples that are too long.
-
-    The texts of a row follow each other. If one text is left out, all texts of its row are.
-    """
-    first, num_texts = examples_of(rendered)
-    rows = np.array(rendered.rows, np.int64)[first]
-    counts = np.minimum(encoded.counts, data.max_length)
-    within = np.ones(len(mask), np.bool_)
-    if not np.array_equal(counts, encoded.counts):
-        within = places_of(encoded.counts) < np.repeat(counts, encoded.counts)
-    cut = _any_text(counts < encoded.counts, num_texts)
-    trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
-    starts = offsets_of(encoded.counts)
-    for pair in np.flatnonzero(cut & (num_texts == 2)).tolist():
-        # Answers that differ only behind the cut teach nothing.
-        chosen, rejected = (
-            encoded.ids[starts[text] : starts[text + 1]][: data.max_length].tolist()
-            for text in (first[pair], first[pair] + 1)
-        )
-        trained[pair] &= chosen != rejected
-    row_numbers, good, empty = numbers[rows], trained, ~trained & ~cut
-    if data.too_long == "truncate":
-        shard.truncated += row_numbers[cut & trained].tolist()
-        if lost := np.unique(row_numbers[~trained & cut]).tolist():
-            shard.warnings[CUT] = counted(lost)
-    else:
-        good = trained & ~cut
-        shard.too_long += row_numbers[cut].tolist()
-    if empty.any():
-        shard.bad.setdefault("no trained token", []).extend(row_numbers[empty].tolist())
-    _count_unrolled(shard, rows[good], counts[np.repeat(good, num_texts)])
-    good_texts = np.repeat(good, num_texts)
-    keep = within & np.repeat(good_texts, encoded.counts)
-    keep_all = bool(keep.all())  # the usual case needs no copy
-    return Examples(
-        ids=encoded.ids if keep_all else encoded.ids[keep],
-        mask=mask if keep_all else mask[keep],
-        counts=counts[good_texts],
-        num_sequences=num_texts[good].astype(np.int64),
-        rows=row_numbers[good],
-        columns={
-            name: np.asarray(values)[rows[good]]
-            for name, values in rendered.columns.items()
-            if good.any()  # without examples, their types are unknown
-        },
-    )
-
-
-def examples_of(rendered: Rendered) -> tuple[Ints, Ints]:
-    """Find the first text of each example, and its number of texts.
-
-    The texts of an example follow each other, and so do the examples of a row.
-    """
-    rows = np.array(rendered.rows, np.int64)
-    turns = np.array(rendered.turns or np.zeros(len(rows)), np.int64)
-    begins = np.ones(len(rows), np.bool_)
-    begins[1:] = (np.diff(rows) != 0) | (np.diff(turns) != 0)
-    first = np.flatnonzero(begins)
-    return first, np.diff(np.append(first, len(rows)))
-
-
-def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
-    """Count the chats of several examples, and what these cost."""
-    if len(rows) != len(counts):
-        return  # pairs are one example
-    _, first, number = np.unique(rows, return_index=True, return_counts=True)
-    several = number > 1
-    if several.any():
-        parts, longest = np.repeat(several, number), np.maximum.reduceat(counts, first)
-        shard.unrolled.update(
-            chats=int(several.sum()),
-            examples=int(parts.sum()),
-            tokens=int(counts[parts].sum()),
-            longest=int(longest[several].sum()),
-        )
-
-
-def _any_text(values: Mask, num_texts: Ints) -> Mask:
-    """Say of each example whether one of its texts is marked."""
-    return count_true(values, num_texts) > 0
-
-
-def trained_mask(encoded: Encoded, rendered: Rendered) -> Mask:
-    """Mark the tokens that are targets."""
-    mask = target_mask(encoded, rendered.texts, rendered.spans)
-    align_pairs(encoded, rendered, mask)
-    return mask
-
-
-def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:
-    """Mark the tokens that a span of characters touches; never a text's first token."""
-    starts, stops, owners, position = [], [], [], 0
-    for number, (text, text_spans) in enumerate(zip(texts, spans, strict=True)):
-        done = 0
-        for start, stop in text_spans if len(text_spans) == 1 else sorted(text_spans):
-            start = max(start, done)
-            if stop > start:
-                position += num_bytes(text, done, start)
-                starts.append(position)
-                position += num_bytes(text, start, stop)
-                stops.append(position)
-                owners.append(number)
-                done = stop
-        position += num_bytes(text, done, len(text))
-    ends, offsets = encoded.ends, offsets_of(encoded.counts)
-    first = np.searchsorted(ends, np.array(starts, np.int64), "right")
-    # Several tokens may be bytes of the last character, and an end-of-text token that the
-    # tokenizer adds has no character of its own.
-    last = np.maximum(
-        np.searchsorted(ends, np.array(stops, np.int64), "left") + 1,
-        np.searchsorted(ends, np.array(stops, np.int64), "right"),
-    )
-    last = np.minimum(last, offsets[1:][np.array(owners, np.int64)])
-    # A token that two spans touch belongs to the first of them.
-    first = np.maximum(first, np.append(0, np.maximum.accumulate(last))[:-1])
-    edges = np.stack([first, np.maximum(first, last)], 1).ravel()
-    runs = np.diff(edges, prepend=0, append=len(ends))
-    mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
-    mask[offsets[:-1][encoded.counts > 0]] = False
-    return mask
-
-
-def align_pairs(encoded: Encoded, rendered: Rendered, mask: Mask) -> None:
-    """Train both answers of a pair from the first token on in which they may differ.
-
-    Only then do their log-probabilities condition on the same tokens. A tokenizer may merge the end
-    of a prompt with one answer and not with the other. A chat template may ask for an answer
-    without reasoning where one of the answers has reasoning.
-    """
-    offsets = offsets_of(encoded.counts)
-    first, num_texts = examples_of(rendered)
-    for second in (first[num_texts == 2] + 1).tolist():
-        pair = slice(second - 1, second + 1)
-        texts, spans = rendered.texts[pair], rendered.spans[pair]
-        begin = min((start for text_spans in spans for start, _ in text_spans), default=0)
-        if texts[0][:begin] != texts[1][:begin]:
-            continue  # they differ before the answer
-        start, middle, stop = offsets[second - 1 : second + 2].tolist()
-        if not (mask[start:middle].any() and mask[middle:stop].any()):
-            continue  # an answer without a target: the pair is left out
-        prefix = max(1, shared_prefix(encoded.ids, mask, start, middle, stop))
-        mask[start + prefix : start + int(mask[start:middle].argmax())] = True
-        mask[middle + prefix : middle + int(mask[middle:stop].argmax())] = True
 
 
 @contextmanager

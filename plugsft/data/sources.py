@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,15 @@ class OpenSource(JoinedRows):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of its tokens says of it."""
-        name, weight = hide_query(self.source.source), self.source.weight
-        return {"name": name, "weight": weight, "rows": self.ranges}
+        source = self.source
+        return {
+            "name": hide_query(source.source),
+            "weight": source.weight,
+            "rows": self.ranges,
+        }
 
     @cached_property
-    def parts(self) -> Sequence[Rows]:  # type: ignore[override]
+    def parts(self) -> Sequence[Rows]:
         """The ranges of rows."""
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
@@ -96,34 +100,30 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     """
     name, path = source.source, Path(source.source)
     where = f"{key}: {hide_query(name)}"
+    objects: list[Any] = []
     if "://" in name:
-        from .readers.remote import find_objects, read_objects
+        from .readers.remote import find_objects
 
         objects = find_objects(name, where)
-        content = digest({"versions": [each.version for each in objects]})
-        return OpenSource(
-            source,
-            where,
-            find=lambda: {"train": read_objects(objects, source.split, where)},
-            identify=lambda: content,
-        )
-    _ensure_readable(name, where)
-    if path.suffix in (".jsonl", ".json") and path.is_file():
-        return OpenSource(
-            source,
-            where,
-            find=lambda: {"train": _read_json(path, where)},
-            identify=lambda: cached_file_digest(path),
-        )
+    else:
+        _ensure_readable(name, where)
 
     @cache
     def find() -> Mapping[str, Any]:
+        if objects:
+            from .readers.remote import read_objects
+
+            return {"train": read_objects(objects, source.split, where)}
+        if path.is_file() and path.suffix in (".jsonl", ".json"):
+            return {"train": _read_json(path, where)}
         from .readers.dataset import read_splits
 
         reader = FILES[path.suffix] if path.is_file() else None
         return read_splits(name, reader, f"{where} (split '{source.split}')")
 
     def identify() -> str:
+        if objects:
+            return digest({"versions": [each.version for each in objects]})
         if path.is_file():
             return cached_file_digest(path)
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -166,7 +166,7 @@ def _read_json(path: Path, where: str) -> Rows:
             raise DataError(f"{where}: is not JSON: {error}; correct the file") from error
         return find_lines(path)
     rows = rows if isinstance(rows, list) else [rows]
-    return RowList(rows, len(content) // max(1, len(rows)))
+    return RowList(rows, len(content) // (len(rows) or 1))
 
 
 def ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
@@ -174,13 +174,12 @@ def ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
     named = [("columns", name, f" (for {ours})") for ours, name in data.columns.items()]
     named += [("ignore", name, "") for name in data.ignore]
     columns, wanted = set[str](), {name for _, name, _ in named}
-    longest = max(map(len, sources), default=0) if named else 0
-    for start in range(0, longest, COLUMN_ROWS):
+    starts = range(0, max(map(len, sources), default=0), COLUMN_ROWS)
+    for start, source in product(starts, sources):
         if wanted <= columns:
             return
-        for source in sources:
-            rows = source.read(start, start + COLUMN_ROWS)
-            columns.update(*(row for row in rows if isinstance(row, dict)))
+        rows = source.read(start, start + COLUMN_ROWS)
+        columns.update(*(row for row in rows if isinstance(row, dict)))
     known = ", ".join(sorted(columns)) or "none"
     missing = [
         f"data.{key}: no row has the column '{name}'{use}; columns: {known}"
@@ -203,14 +202,14 @@ def slices_of(sources: Sequence[Rows], data: Data) -> list[Slice]:
         by_bytes = np.cumsum(rows.sizes()) // SLICE_BYTES
         by_rows = np.arange(len(rows)) // SLICE_ROWS
         lead = read_lead_row(rows, data)
-        cuts = np.flatnonzero(np.diff(by_bytes) | np.diff(by_rows)) + 1
+        cuts = np.flatnonzero((np.diff(by_bytes) > 0) | (np.diff(by_rows) > 0)) + 1
         for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
             slices.append(Slice(number, start, stop, rows.part(start, stop), lead))
     return slices
 
 
-def share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Compare the facts of two sources, so that neither is read for it."""
+def overlap(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell from the facts of two sources whether they have rows in common."""
     return os.path.realpath(one["name"]) == os.path.realpath(other["name"]) and any(
         split == other_split and max(start, other_start) < min(stop, other_stop)
         for split, start, stop in one["rows"]

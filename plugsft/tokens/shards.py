@@ -124,8 +124,8 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     shard_facts = []
     for shard in shards:
         _, checksum = shard.stamp or stamp(folder / shard.file)
-        own = {"file": shard.file, "examples": shard.examples}
-        shard_facts.append({**own, "checksum": checksum})
+        own = {"file": shard.file, "examples": shard.examples, "checksum": checksum}
+        shard_facts.append(own)
     facts = facts | {
         "format": FORMAT,
         "index": file_digest(index),
@@ -139,8 +139,8 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
 def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
     """Give a shard the columns of all shards: floats for integers, and the weight 1."""
     schema, batch = shard_schema(types), _read_batch(path)
-    # But for the weight, only a shard without examples lacks a column.
-    columns = {name: _arrow(np.ones(len(batch))) for name in types}
+    # Only the weight may be missing in a shard with examples.
+    columns = dict.fromkeys(types, _arrow(np.ones(len(batch))))
     columns |= {name: batch[name] for name in batch.schema.names}
     casts = [columns[field.name].cast(field.type) for field in schema]
     _write_batch(path, pa.record_batch(casts, schema=schema))

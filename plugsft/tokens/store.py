@@ -25,7 +25,7 @@ from .shards import count_true, numpy_of, offsets_of, read_facts
 Views = tuple[NDArray[Any], NDArray[np.int32], NDArray[np.uint8]]
 """Columns of a shard: ids, where each example's begin, and the mask as bits."""
 
-NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+NO_IDS, NO_MASK = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 READ_ERRORS = (
     *(OSError, ArithmeticError, LookupError),
     *(RecursionError, TypeError, ValueError, pa.ArrowException),
@@ -58,20 +58,17 @@ class Tokens:
             self._views: list[Views | None] = [None] * len(shards)
         with self._explain_damage(index_file):
             buffer = self._open(index_file, self.facts["index"])
-            index = pa.ipc.open_stream(buffer).read_next_batch()
-            columns = [numpy_of(column) for column in index.columns]
-            self.lengths, self._first_lengths, self._prefixes, self.targets, self.rows = columns[:5]
-            types = sorted(self.facts["columns"].items())
+            batch = pa.ipc.open_stream(buffer).read_next_batch()
+            index = {name: numpy_of(batch[name]) for name in batch.schema.names}
+            self.lengths, self.targets, self.rows = index["length"], index["trained"], index["row"]
+            self._first_lengths, self._shared_prefixes = index["first"], index["shared"]
             self.columns: dict[str, NDArray[Any]] = {
-                name: values.astype(kind, copy=False)
-                for (name, kind), values in zip(types, columns[5:], strict=True)
+                name: index[f"column {name}"].astype(kind, copy=False)
+                for name, kind in sorted(self.facts["columns"].items())
             }
             """The columns of `render`, and those that plugins add before step 1."""
-        self._spans: tuple[Ints, Ints, Ints] | None = None
-        """Of a view, the spans of each example: [examples, spans] numbers of examples on disk,
-        tokens to skip, lengths."""
-        self._seen = np.zeros_like(self.lengths)
-        """The tokens of its first sequence that the second one of an example begins with."""
+        self._shared_tokens = np.zeros_like(self.lengths)
+        """The tokens of an example's prompt that its second sequence does not repeat."""
         self.denominators = self.targets
         """What each example adds to the divisor of a step's loss, times its weight: its targets
         by default."""
@@ -88,26 +85,24 @@ class Tokens:
 
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Read the tokens of examples, one after the other, and their loss mask."""
-        numbers, skips, lengths = examples, np.zeros_like(examples), self.lengths[examples]
-        if self._spans is not None:
-            numbers, skips, lengths = (column[examples].ravel() for column in self._spans)
+        return self._read(examples, np.zeros_like(examples), self.lengths[examples])
+
+    def _read(
+        self, numbers: Ints, skips: Ints, lengths: Ints
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Read spans of examples on disk: their number, tokens to skip, length."""
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         inside = numbers - self._shard_offsets[shards]
-        columns = np.stack([shards, inside, skips, lengths], 1)
-        # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
-        ids_parts, bits_parts, spans, num_bytes = [NO_IDS], [NO_BITS], [], 0
-        for shard, number, skip, length in columns.tolist():
-            ids, offsets, bits = self._views[shard] or self._open_shard(shard)
-            start = offsets.item(number) + skip
-            first_byte, last_byte = start >> 3, (start + length + 7) >> 3
-            ids_parts.append(ids[start : start + length])
-            bits_parts.append(bits[first_byte:last_byte])
-            first_bit = 8 * num_bytes + (start & 7)
-            spans.append(slice(first_bit, first_bit + length))
-            num_bytes += last_byte - first_byte
-        unpacked = np.unpackbits(np.concatenate(bits_parts), bitorder="little").view(np.bool_)
-        masks = [NO_BITS.view(np.bool_), *map(unpacked.__getitem__, spans)]
-        return np.concatenate(ids_parts), np.concatenate(masks)
+        ids, masks = [NO_IDS], [NO_MASK]
+        for shard, number, skip, length in np.stack([shards, inside, skips, lengths], 1).tolist():
+            all_ids, begins, bits = self._views[shard] or self._open_shard(shard)
+            start = begins.item(number) + skip
+            ids.append(all_ids[start : start + length])
+            # Arrow stores eight booleans in a byte.
+            first, last = start >> 3, (start + length + 7) >> 3
+            unpacked = np.unpackbits(bits[first:last], bitorder="little")
+            masks.append(unpacked[start & 7 :][:length])
+        return np.concatenate(ids), np.concatenate(masks).view(np.bool_)
 
     def weights(self, examples: Ints) -> NDArray[np.float32]:
         """Look up what the losses of examples are multiplied with: the column `weight`, or 1."""
@@ -148,11 +143,11 @@ class Tokens:
         lengths = self.lengths[examples]
         if not self.facts["pairs"]:
             return lengths, np.zeros_like(lengths)
-        first, seen = self._first_lengths[examples], self._seen[examples]
+        first, shared = self._first_lengths[examples], self._shared_tokens[examples]
         counts = np.stack([first, lengths - first], 1).ravel()
-        seen = np.stack([np.zeros_like(seen), seen], 1).ravel()
+        shared = np.stack([np.zeros_like(shared), shared], 1).ravel()
         # An example without a second sequence has one of length 0 there.
-        return counts[counts > 0], seen[counts > 0]
+        return counts[counts > 0], shared[counts > 0]
 
     def sequence_targets(self, examples: Ints) -> Ints:
         """Count the targets of each sequence."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ TEXTS = 256
 returns about a hundred bytes per token."""
 
 Ids = NDArray[np.int32]
+NO_IDS, NO_ENDS = np.zeros(0, np.int32), np.zeros(0, np.int64)
 Engine = Callable[[list[str]], tuple[Ids, Ints]]
 """Texts -> flat ids without special tokens, and the number of ids of each text."""
 
@@ -70,31 +70,49 @@ class Tokenizer:
         the model's own tokenizer encodes the text. If its tokens do not decode to the text either
         (the normalizer changed it, or the vocabulary hides the bytes), its offsets give the ends.
         """
-        ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        ends, start, again = [np.zeros(0, np.int64)], 0, 0
+        around = self.special_ids if special_tokens else (NO_IDS, NO_IDS)
+        ids, counts, ends = [NO_IDS], [NO_ENDS], [NO_ENDS]
+        start, again = 0, 0
         for first in range(0, len(texts), TEXTS):
-            part = texts[first : first + TEXTS]
-            spelled = [text.encode() for text in part]
-            part_ids, part_counts = (engine or self.own_engine)(part)
-            part_ends, wrong = self._find_ends(part_ids, part_counts, spelled)
-            if wrong or (special_tokens and any(map(len, self.special_ids))):
-                pieces = np.split(np.stack([part_ids, part_ends]), offsets_of(part_counts)[1:-1], 1)
-                starts = offsets_of([*map(len, spelled)])
-                for number in wrong:
-                    pieces[number] = self._encode_alone(part[number], spelled[number])
-                    pieces[number][1] += starts[number]
-                if special_tokens:
-                    edges = pairwise(starts)
-                    pieces = [self._with_special(*each) for each in zip(pieces, edges, strict=True)]
-                part_ids, part_ends = np.concatenate(pieces, 1)
-                part_counts = np.array([piece.shape[1] for piece in pieces])
-            ids.append(part_ids.astype(np.int32))
-            counts.append(part_counts)
-            ends.append(part_ends + start)
+            batch = texts[first : first + TEXTS]
+            spelled = [text.encode() for text in batch]
+            batch_ids, batch_counts = (engine or self.own_engine)(batch)
+            batch_ends = self._find_all_ends(batch_ids, batch_counts, spelled)
+            if batch_ends is None or any(map(len, around)):
+                batch_ids, batch_counts, batch_ends, alone = self._encode_each(
+                    batch, spelled, np.split(batch_ids, offsets_of(batch_counts)[1:-1]), around
+                )
+                again += alone
+            ids.append(batch_ids)
+            counts.append(batch_counts)
+            ends.append(batch_ends + start)
             start += sum(map(len, spelled))
-            again += len(wrong)
         engines = {name: len(texts) - again, OWN: again} if name != OWN else {OWN: len(texts)}
-        return Encoded(np.concatenate(ids), np.concatenate(counts), np.concatenate(ends), engines)
+        all_ids = np.concatenate(ids).astype(np.int32, copy=False)
+        return Encoded(all_ids, np.concatenate(counts), np.concatenate(ends), engines)
+
+    def _encode_each(
+        self, texts: list[str], spelled: list[bytes], found: list[Ids], around: tuple[Ids, Ids]
+    ) -> tuple[Ids, Ints, Ints, int]:
+        """Look at each text: its ids may not decode to it, and special tokens go around them.
+
+        Gives ids, counts and ends, and how often the model's own tokenizer encoded a text again.
+        """
+        before, after = around
+        ids, counts, ends = list[Ids](), list[int](), list[Ints]()
+        start, again = 0, 0
+        for text, text_bytes, text_ids in zip(texts, spelled, found, strict=True):
+            text_ends = self._find_ends(text_ids, text_bytes)
+            if text_ends is None:
+                text_ids, text_ends = self._encode_alone(text, text_bytes)
+                again += 1
+            stop = start + len(text_bytes)
+            ids += [before, text_ids, after]
+            counts.append(len(before) + len(text_ids) + len(after))
+            # Special tokens have no bytes: they end at the text's edges.
+            ends += [np.full(len(before), start), text_ends + start, np.full(len(after), stop)]
+            start = stop
+        return np.concatenate(ids), np.array(counts), np.concatenate(ends), again
 
     @cached_property
     def kept(self) -> dict[str, Any]:
@@ -140,54 +158,46 @@ class Tokenizer:
         encodings = self.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
         counts = np.array([*map(len, ids)], np.int64)
-        return np.concatenate([np.zeros(0, np.int32), *ids]), counts
+        return np.concatenate([NO_IDS, *ids]), counts
 
-    def _find_ends(self, ids: Ids, counts: Ints, texts: list[bytes]) -> tuple[Ints, list[int]]:
-        """Return the byte where each token ends, and the texts that tokens do not decode to."""
+    def _find_all_ends(self, ids: Ids, counts: Ints, texts: list[bytes]) -> "Ints | None":
+        """Find where the tokens of several texts end, if each text's own decode to it."""
+        ends = self._find_ends(ids, b"".join(texts))
+        if ends is None:
+            return None
+        last_ends = np.append(0, ends)[offsets_of(counts)]
+        return ends if np.array_equal(last_ends, offsets_of([*map(len, texts)])) else None
+
+    def _find_ends(self, ids: Ids, text: bytes) -> "Ints | None":
+        """Find the byte where each token ends, if the tokens decode to the text."""
         if not len(ids):
-            return np.zeros(0, np.int64), [number for number, text in enumerate(texts) if text]
+            return None if text else NO_ENDS
         try:
             # Not pa.array(): it imports pandas, which takes longer than most slices.
             buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
             tokens = self.token_bytes.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
         except IndexError:
-            return np.zeros(len(ids), np.int64), [*range(len(texts))]
+            return None
         _, offsets, spelled = tokens.buffers()
-        ends = np.frombuffer(offsets, np.int32, len(ids) + 1).astype(np.int64)
+        ends = np.frombuffer(offsets, np.int32, len(ids) + 1)[1:].astype(np.int64)
         decoded = spelled.to_pybytes()[: ends[-1]] if spelled else b""
-        begins, starts = ends[offsets_of(counts)], offsets_of([*map(len, texts)])
-        if np.array_equal(begins, starts) and decoded == b"".join(texts):
-            return ends[1:], []
-        spaces, wrong = [], []
-        for number, (begin, end) in enumerate(pairwise(begins.tolist())):
-            text = decoded[begin:end]
-            # Some vocabularies put a space before every text.
-            spaces.append(int(text == b" " + texts[number]))
-            if not spaces[number] and text != texts[number]:
-                wrong.append(number)
-        moves = np.repeat(starts[:-1] - begins[:-1] - spaces, counts)
-        return np.maximum(ends[1:] + moves, np.repeat(starts[:-1], counts)), wrong
+        if decoded == text:
+            return ends
+        # Some vocabularies put a space before every text.
+        return np.maximum(ends - 1, 0) if decoded == b" " + text else None
 
-    def _encode_alone(self, text: str, spelled: bytes) -> Ints:
-        """Return the ids of the model's own tokenizer and, below, the byte where each ends."""
+    def _encode_alone(self, text: str, spelled: bytes) -> tuple[Ids, Ints]:
+        """Encode a text with the model's own tokenizer; its offsets may have to tell the ends."""
         encoding = self.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
-        ends, wrong = self._find_ends(ids, np.array([len(ids)]), [spelled])
-        if wrong:
+        ends = self._find_ends(ids, spelled)
+        if ends is None:
             # A token that starts before the end of another (a character's bytes) ends with it.
             last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
             # The byte at which each character begins, and the end of the text.
             begins = np.flatnonzero((np.frombuffer(spelled, np.uint8) & 0xC0) != 0x80)
             ends = np.append(begins, len(spelled))[np.maximum.accumulate(last)]
-        return np.stack([ids, ends])
-
-    def _with_special(self, tokens: Ints, edges: tuple[int, int]) -> Ints:
-        """Add the tokenizer's special tokens, which have no bytes: they end at the text's edges."""
-        around = [
-            np.stack([added, np.full(len(added), edge)])
-            for added, edge in zip(self.special_ids, edges, strict=True)
-        ]
-        return np.concatenate([around[0], tokens, around[1]], 1)
+        return ids, ends
 
 
 def lighten(tokenizer: Any) -> Tokenizer:

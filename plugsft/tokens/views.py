@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import numpy as np
 
@@ -10,19 +10,29 @@ from ..base.types import Ints
 from .store import Tokens
 
 
+class View(Tokens):
+    """Tokens whose examples are spans of others; each column has [examples, spans]."""
+
+    def __init__(self, tokens: Tokens, numbers: Ints, skips: Ints, lengths: Ints) -> None:
+        vars(self).update(vars(tokens))
+        self._columns = numbers, skips, lengths
+
+    def gather(self, examples: Ints) -> Any:
+        """Read the spans of examples."""
+        return self._read(*(column[examples].ravel() for column in self._columns))
+
+
 def cut(
     tokens: Tokens, numbers: Ints, skips: Ints, lengths: Ints, targets: Ints | None = None
 ) -> Tokens:
-    """Return tokens whose examples are spans of these: number, tokens to skip, length.
+    """Make tokens whose examples are spans of these: number, tokens to skip, length.
 
     `targets` are their numbers of targets. Default: count them.
     """
-    assert tokens._spans is None, "these tokens are cut already"
+    assert not isinstance(tokens, View), "these tokens are cut already"
     assert not tokens.facts["pairs"], "pairs cannot be cut"
-    result = copy.copy(tokens)
-    result._spans = numbers[:, None], skips[:, None], lengths[:, None]
-    result.lengths = result._first_lengths = lengths
-    result.rows, result._seen = tokens.rows[numbers], tokens._seen[numbers]
+    result = View(tokens, numbers, skips, lengths)
+    result.lengths, result.rows = lengths, tokens.rows[numbers]
     result.targets = tokens.targets[numbers].copy() if targets is None else targets
     shorter = lengths < tokens.lengths[numbers]
     for number in np.flatnonzero(shorter).tolist() if targets is None else []:
@@ -41,17 +51,17 @@ def cut(
 
 
 def share_prompts(tokens: Tokens) -> Tokens:
-    """Return pairs that store their common prompt once, in the first sequence.
+    """Make pairs that store their common prompt once, in the first sequence.
 
     Its last token stays in both: it predicts the first target of each answer.
     """
-    result, first = copy.copy(tokens), tokens._first_lengths
-    result._seen = np.maximum(tokens._prefixes - 1, 0)
-    result.lengths = tokens.lengths - result._seen
-    numbers = np.arange(len(tokens))
-    result._spans = (
+    first, shared = tokens._first_lengths, np.maximum(tokens._shared_prefixes - 1, 0)
+    lengths, numbers = tokens.lengths - shared, np.arange(len(tokens))
+    result = View(
+        tokens,
         np.stack([numbers, numbers], 1),
-        np.stack([np.zeros_like(first), first + result._seen], 1),
-        np.stack([first, result.lengths - first], 1),
+        np.stack([np.zeros_like(first), first + shared], 1),
+        np.stack([first, lengths - first], 1),
     )
+    result.lengths, result._shared_tokens = lengths, shared
     return result

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft.data import prepare
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.slices import align_pairs, target_mask
+from plugsft.data.examples import align_pairs, target_mask
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
 from plugsft.registry.load import resolve

@@ -44,9 +44,7 @@ GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file."""
 COMPRESSED = "is compressed by gzip, which has no ranges of rows: store it as it is, or download it"
 EXACT = 1 << 14
-"""Bytes of the smallest request, but while lines are searched."""
-SCAN = 8 << 20
-"""Bytes of a request while lines are searched."""
+"""Bytes of the smallest request."""
 FIRST_SCAN = 1 << 18
 """Bytes of an object in which the first lines are searched."""
 
@@ -59,11 +57,10 @@ class Address:
     size: int
     version: str
     """What the store says of its size and content."""
-    buffer: int = EXACT
 
     def open(self, _mode: str = "rb", buffering: int = EXACT) -> io.BufferedReader:
         """Open the object; each read asks for its own bytes only."""
-        return io.BufferedReader(RangeFile(self), max(buffering, self.buffer))
+        return io.BufferedReader(RangeFile(self), max(buffering, EXACT))
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Read a range of bytes."""
@@ -259,7 +256,7 @@ def _open(address: Address, limit: int | None) -> Rows:
     size = address.size if limit is None else FIRST_SCAN
     while True:
         # The beginning of the object is enough if it has more lines than the limit.
-        beginning: Any = replace(address, size=min(size, address.size), buffer=min(size, SCAN))
+        beginning: Any = replace(address, size=min(size, address.size))
         lines = find_lines(beginning)
         if size >= address.size or len(lines) > (limit or 0):
             whole: Any = address
