@@ -57,8 +57,9 @@ class Numbers:
     def send(self, grad_norm: Tensor | float | None = None, scale: Tensor | float = 1) -> Self:
         """Begin the copy to the host, with norm and scale, which are the same on all ranks."""
         whole = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self._sums[NORM] = math.nan if whole is None else whole
-        self._sums[SCALE] = scale
+        # Assigned to one place in place of a slice, a tensor would make the host wait.
+        self._sums[NORM:] = math.nan if whole is None else whole
+        self._sums[SCALE].fill_(scale)
         self._host.copy_(self._sums, non_blocking=self._sums.is_cuda)
         if self._sums.is_cuda:
             self._copied = torch.cuda.current_stream().record_event()
