@@ -12,7 +12,7 @@ from torch import Tensor
 from .base.console import progress
 from .base.errors import PluginError
 from .base.types import Batch
-from .ranks.launch import disconnect, gradient_sync, seed_step
+from .ranks.connect import disconnect, gradient_sync, seed_step
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import MOST_METRICS, Numbers

@@ -27,9 +27,13 @@ from .model.defaults import ModelDefaults
 from .model.schedule import long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
-from .ranks.agree import RankGroup, ending_together, is_known_to_all
-from .ranks.failures import keep_beating
-from .ranks.launch import prepare_gpu, silence_libraries, strategy_name
+from .ranks.agree import RankGroup, agreed, ending_together, is_known_to_all
+from .ranks.connect import (
+    prepare_gpu,
+    silence_libraries,
+    start_watch,
+    strategy_name,
+)
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
@@ -56,7 +60,7 @@ def open_run(
     silence_libraries()
     # Plugins that check the recipe ask the GPU, which starts CUDA.
     prepare_gpu(recipe)
-    keep_beating()
+    start_watch(machine)
     record = Record(recipe, machine, active)
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
     data = prepare_data(recipe, active, machine)
@@ -165,7 +169,7 @@ class OpenRun:
 
     def agreed(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; agree on failures and on stopping before going on."""
-        return self.stopping.agreed(operation)
+        return agreed(operation, self.stopping)
 
     @contextmanager
     def lifecycle(self) -> Iterator[None]:

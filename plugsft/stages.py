@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -31,11 +31,17 @@ from .model.config import ensure_ids_known
 from .model.load import Load, make_load, make_scratch_model
 from .model.schedule import Schedule
 from .ranks.agree import agreed, ensure_alike
-from .ranks.launch import connect
+from .ranks.connect import connect
 from .ranks.load_batches import explain_out_of_memory_in_loading
 from .ranks.optimizer_checks import ensure_uses_settings
 from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
-from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, weights_of
+from .ranks.sharding import (
+    is_sharded,
+    is_zero3,
+    loads_in_bfloat16,
+    shard_model,
+    weights_of,
+)
 from .ranks.weights import Weights
 from .recipe.tables import Recipe
 from .registry.active import Active
@@ -93,8 +99,7 @@ def load_model(
     with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
         # DeepSpeed scatters each tensor as it is made. A rank that fails there leaves the others in
         # a collective, where no agreement would reach them; `ending_together` ends them.
-        scatters = accelerator.distributed_type == DistributedType.DEEPSPEED
-        with nullcontext() if scatters else agreed("loading the model"):
+        with nullcontext() if is_zero3(accelerator) else agreed("loading the model"):
             model = active.hooks.optimize_model(load=load)
             ensure_saveable(model)
             model.train()

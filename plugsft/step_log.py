@@ -51,7 +51,7 @@ class StepLog:
     def write_alone(self) -> None:
         """Record the last step on this rank; other ranks may be elsewhere, and so may plugins."""
         if self._unread:
-            self._run.record.logged(self._run.step, self._read())
+            self._run.record.logged(self._run.step, self._read(compare=False))
 
     def refuse_broken(self, batch: GlobalBatch, numbers: dict[str, float]) -> None:
         """Refuse a loss or norm that is not finite, but for a norm that a scaled loss overflows.
@@ -69,10 +69,10 @@ class StepLog:
             "lower learning rate or a longer warm-up usually helps"
         )
 
-    def _read(self, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
+    def _read(self, meanwhile: GlobalBatch | None = None, compare: bool = True) -> dict[str, Any]:
         """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
         (batch, numbers, of_host), self._unread = self._unread, None
-        sums, run, plan = numbers.read(), self._run, batch.plan
+        sums, run, plan = numbers.read(compare), self._run, batch.plan
         self.refuse_broken(batch, sums)
         # The time until the loop asked for the next batch, or has read these numbers.
         seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started

@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
 from plugsft.model.load import Load
-from plugsft.ranks.launch import connect, silence_libraries
+from plugsft.ranks.connect import connect, silence_libraries
 from plugsft.ranks.sharding import shard_frozen_model
 from plugsft.registry.load import load as load_recipe
 

@@ -25,7 +25,7 @@ from plugsft.checkpoint.same_run import keys_affecting_results
 from plugsft.checkpoint.save import Checkpoints
 from plugsft.checkpoint.state import TrainState
 from plugsft.model.load import Load
-from plugsft.ranks.launch import connect
+from plugsft.ranks.connect import connect
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
 from plugsft.ranks.weights import ZeroWeights

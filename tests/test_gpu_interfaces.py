@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugsft.plugins.flash_attention.varlen import attend
-from plugsft.ranks import launch
+from plugsft.ranks import connect
 
 BOUNDS = torch.tensor([0, 4, 10], dtype=torch.int32, device="meta")
 LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -89,11 +89,11 @@ def test_a_fused_optimizer_skips_a_step_that_is_not_finite(kind):
 
 def test_the_allocator_reads_all_of_its_variables():
     library = (LIBRARIES / "libc10.so").read_bytes()
-    for word in (*launch.ALLOCATOR, "expandable_segments"):
+    for word in (*connect.ALLOCATOR, "expandable_segments"):
         assert word.encode() + b"\0" in library
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
 def test_attention_reads_its_variable():
-    assert launch.CUDNN_ATTENTION.encode() + b"\0" in (LIBRARIES / "libtorch_cuda.so").read_bytes()
+    assert connect.CUDNN_ATTENTION.encode() + b"\0" in (LIBRARIES / "libtorch_cuda.so").read_bytes()

@@ -54,7 +54,7 @@ PLANT = """
 
         @hookimpl
         def check(self):
-            loss_scale.INITIAL, loss_scale.PATIENCE = self.initial, self.patience
+            loss_scale.INITIAL, loss_scale.DOUBLES_AFTER = self.initial, self.patience
 
         @hookimpl
         def ready(self, run):

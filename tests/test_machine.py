@@ -16,7 +16,7 @@ from plugsft.base.machine import (
     num_cores,
     peak_memory,
 )
-from plugsft.ranks.launch import user_set_threads
+from plugsft.ranks.connect import user_set_threads
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from agents import free_port, start_nodes
 from conftest import ROOT, chats, only_full, read_metrics, wait_for
 from plugin_packages import activate, install
 
-from plugsft.ranks.failures import store, store_key
+from plugsft.ranks.failures import connect_store, store_key
 
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 30, "learning_rate": 1e-3}
 SECONDS = 15
@@ -26,7 +26,7 @@ SLOW = """
 
     from plugsft.ranks import failures
 
-    failures.BEAT, failures.PATIENCE = 0.1, 2.0
+    failures.SILENT = 2.0
 
     @plugin()
     class Slow:
@@ -96,13 +96,38 @@ def test_a_machine_lost_while_data_is_prepared_ends_the_others(tiny, tmp_path, m
     wait_for((tmp_path / "begun").exists, nodes)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(nodes[0].port))
-    beats = store()
+    beats = connect_store()
     wait_for(lambda: beats.check([store_key(f"beat-{node}") for node in (0, 1)]), nodes)
     nodes[lost].kill()
     (tmp_path / "killed").touch()
     code, output = nodes[1 - lost].wait(30)
     assert code == 1 and f"error: machine {lost} has ended, before step 1" in output, output
     assert "step 1/" not in output
+
+
+FAILS_EARLY = """
+    import os
+
+    @plugin()
+    class Fails:
+        @hookimpl(wrapper=True)
+        def cache(self):
+            if os.environ["RANK"] == "1":
+                raise RuntimeError("boom before the group")
+            return (yield)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_before_the_group_ends_those_of_other_machines(
+    tiny, tmp_path, monkeypatch
+):
+    activate(install(tmp_path / "site", fails=FAILS_EARLY), monkeypatch)
+    nodes = start_nodes(tiny(plugins={"fails": {}}), ranks=1)
+    outputs = [node.wait(60) for node in nodes]
+    assert [code for code, _ in outputs] == [1, 1], outputs
+    assert "error: rank 1 failed: RuntimeError: boom before the group" in outputs[0][1], outputs
+    assert "step 1/" not in outputs[0][1]
 
 
 class Machine:

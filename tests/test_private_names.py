@@ -598,7 +598,7 @@ OTHERS = {
         ),
     ),
     "_shared_state": Use(
-        "plugsft/ranks/launch.py",
+        "plugsft/ranks/connect.py",
         "accelerate shards a model on a CPU only if it takes it for a GPU",
         accelerate_forgets_its_state,
     ),

@@ -85,7 +85,7 @@ ENTERS = """
                     with run.agreed("making batches"):
                         pass
                 finally:
-                    run.stopping._error = None
+                    run.stopping.error = None
 
             def reduce():
                 run.ranks.reduce(torch.ones(1))

@@ -19,7 +19,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from ..ranks.agree import host_group
-from ..ranks.failures import Failure, failure
+from ..ranks.failures import Watch, watch
 from ..ranks.stopping import Stopping
 from .messages import alone
 
@@ -57,7 +57,7 @@ def _forget_earlier_run() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     host_group.cache_clear()
-    vars(failure).update(vars(Failure()))
+    vars(watch).update(vars(Watch()))
     if _cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # Linux only

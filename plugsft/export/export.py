@@ -33,7 +33,7 @@ from ..model.defaults import ModelDefaults
 from ..model.load import grow_embeddings, make_load
 from ..model.tensor_shards import shard_of
 from ..output.folder import ADAPTER, base_model
-from ..ranks.launch import silence_libraries
+from ..ranks.connect import silence_libraries
 from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load

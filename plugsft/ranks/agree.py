@@ -1,21 +1,19 @@
 """What ranks say to each other on the host.
 
 An agreement is one number: the sum of what each rank says of the operation that it is at. A rank
-that has failed, or wants to stop, says another number, and then all of them exchange texts. So an
+that has failed, or wants to stop, says another number, and then all of them exchange votes. So an
 agreement costs one small all-reduce, and a rank that raises between two collectives never leaves
 the others waiting in the next one: it says so at the next agreement, where all of them raise.
 
-`agreed` is for work without collectives, `together` for work with them, `ensure_alike` compares
-what must be equal, and `Stopping.agreed` also carries signals and a plugin's wish to stop. A rank
-that fails elsewhere, as in a forward, ends the others by `ending_together`.
+`agreed` is for work without collectives, `together` for work with them; `ensure_alike` compares
+what must be equal. A rank that fails elsewhere, as in a forward, ends the others by
+`ending_together`.
 """
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +27,13 @@ from torch import Tensor
 from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
-from .failures import failure, reason_of
+from .failures import PeerError, describe_failure, watch
+from .stopping import Stopping, Vote
 
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
-PATIENCE = 5.0
-"""Seconds after which a rank that failed among collectives ends the others, which may hang."""
+HANGING = timedelta(seconds=5)
+"""After this time a rank that failed among collectives ends the others, which may hang."""
 KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -42,10 +41,6 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 T = TypeVar("T")
 BUILD, CACHED, FAILED = "build", "cached", "failed"
 """Messages of the main process to the other ranks in `artefact`."""
-
-
-class PeerError(TrainError):
-    """Another rank failed; this one ends with that rank's reason."""
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -64,64 +59,41 @@ def host_group() -> dist.ProcessGroup:
     return group
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a rank says at an agreement."""
+@contextmanager
+def agreed(
+    operation: str, stopping: Stopping | None = None, patience: timedelta = LONGEST
+) -> Iterator[None]:
+    """Run a block without collectives on every rank; if it fails on one, raise on all.
 
-    operation: str
-    failure: str | None = None
-    """Why this rank failed in it, or before."""
-    can_save: bool = False
-    """Whether this rank can save a checkpoint after its failure."""
-    stop: str = ""
-    """Why a plugin on this rank asks to end the run in good order."""
-    signal: str = ""
-    """The signal that asks this rank to end."""
-
-    @property
-    def is_fine(self) -> bool:
-        """Whether there is no more to say than the operation."""
-        return self.failure is None and not self.stop and not self.signal
-
-
-def say_to_all(own: Said, error: Exception | None = None) -> list[Said]:
-    """Exchange what ranks have to say, if one has; `error`: this rank's failure."""
+    The failed rank raises its own error, all others a PeerError with its number and reason. With
+    `stopping`, they also agree on failed notices, and learn of signals and of plugins' wishes to
+    stop. `patience`: how long a rank that failed waits for the others, which may hang.
+    """
+    stopping, caught = stopping or Stopping(), None
     try:
-        if are_alike(own.operation if own.is_fine else None):
-            return []
-        return gathered(own)
+        yield
+    except Exception as raised:
+        caught = raised
+    error = stopping.error or caught  # a notice failed before
+    own = stopping.vote(operation, caught)
+    try:
+        fine = are_alike(operation if own == Vote(operation) else None, patience)
+        votes = [] if fine else gathered(own)
     except RuntimeError:
         if error is None:
             raise
-        return [own]  # the others have ended, and this rank's own error says why
-
-
-def raise_failures(said: Sequence[Said], error: Exception | None) -> None:
-    """Raise this rank's own error, another rank's failure, or that the operations differ."""
+        watch.publish(error)  # the others hang, or have ended
+        votes = [own]
+    stopping.learn(votes)
     if error is not None:
         setattr(error, KNOWN, True)
         raise error
-    for rank, one in enumerate(said):
-        if one.failure is not None:
+    for rank, one in enumerate(votes):
+        if one.failure:
             raise PeerError(f"rank {rank} failed in {one.operation}: {one.failure}")
-    operations = [one.operation for one in said]
+    operations = [one.operation for one in votes]
     if len({*operations}) > 1:
         raise TrainError(f"the ranks are at different operations: {_by_rank(operations)}")
-
-
-@contextmanager
-def agreed(operation: str) -> Iterator[None]:
-    """Run a block without collectives on every rank; if it fails on one, raise on all.
-
-    The failed rank raises its own error, all others a PeerError with its number and reason.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    own = Said(operation, reason_of(error) if error else None)
-    raise_failures(say_to_all(own, error), error)
 
 
 @contextmanager
@@ -131,19 +103,9 @@ def together(operation: str) -> Iterator[None]:
     A rank that comes to another operation, or has failed before, ends all with its reason.
     """
     with agreed(operation):
-        pass
-    late: threading.Timer | None = None
-    try:
-        with agreed(f"{operation}, inside"):
-            try:
-                yield
-            except Exception as error:
-                late = threading.Timer(PATIENCE, failure.publish, [error])
-                late.start()
-                raise
-    finally:
-        if late:
-            late.cancel()
+        pass  # all ranks have come to it
+    with agreed(f"{operation}, inside", patience=HANGING):
+        yield
 
 
 def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
@@ -159,8 +121,10 @@ def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
     raise LaunchError(f"the ranks differ in {'; '.join(differing)}. {cure}")
 
 
-def are_alike(text: str | None) -> bool:
-    """Compare a text over all ranks, by one all-reduce; None is like no other.
+def are_alike(text: str | None, patience: timedelta = LONGEST) -> bool:
+    """Compare a text over all ranks, by one all-reduce.
+
+    None, of a rank that failed, is like no other; with it, `patience` is how long to wait.
 
     Of one number: gloo takes three times as long for several. Unequal numbers have the sum that a
     rank expects with a probability of 2^-40.
@@ -169,7 +133,8 @@ def are_alike(text: str | None) -> bool:
         return text is not None
     number = xxhash.xxh3_64_intdigest(text.encode()) >> 24 if text is not None else 0
     total = torch.tensor([number])
-    dist.all_reduce(total, dist.ReduceOp.SUM, host_group())
+    reduction = dist.all_reduce(total, dist.ReduceOp.SUM, host_group(), async_op=True)
+    reduction.wait(patience if text is None else LONGEST)
     return text is not None and int(total) == number * _ranks()
 
 
@@ -186,8 +151,8 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def from_main(value: T | None) -> T:
-    """Give the main process's value to every rank."""
+def from_main(value: T | None = None) -> T:
+    """Give the main process's value to every rank; the others need not give one."""
     values: list[Any] = [value]
     if _ranks() > 1:
         dist.broadcast_object_list(values, src=0, group=host_group())
@@ -203,13 +168,13 @@ def ending_together(output: str) -> Iterator[None]:
         raise
     except Exception as error:
         if not is_lost(error):
-            failure.publish(error)
+            watch.publish(error)
             raise
         address = "".join(re.findall(r"( \[[\w.:]+\]):\d", str(error)))
-        reason = failure.reason() or f"another rank has ended{address}; see its message"
+        reason = watch.wait_for_reason() or f"another rank has ended{address}; see its message"
         raise PeerError(f"{reason}. Resume with --resume ({output})") from error
     finally:
-        failure.stop_listening()
+        watch.end()
 
 
 def is_lost(error: Exception) -> bool:
@@ -240,21 +205,13 @@ class RankGroup:
         self.data_rank, self.data_size = self.rank, self.size
         """The rank's number among those that train on different examples, and their number."""
         self._accelerator, self._hooks = accelerator, hooks
-        self._left_by_all = False
-        """Whether all ranks left the last build together, because one failed."""
 
-    @contextmanager
-    def agree(self, operation: str) -> Iterator[None]:
+    def agree(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; if it fails on one, all ranks raise.
 
         For code without collectives that may fail on a single rank, such as writing a file.
         """
-        try:
-            with agreed(operation):
-                yield
-        except Exception:
-            self._left_by_all = True
-            raise
+        return agreed(operation)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks."""
@@ -270,6 +227,9 @@ class RankGroup:
 
         All ranks build together: the main process with the folder, the others with None. A build
         that all of them left together, as its disk is full, may begin again in another place.
+
+        The main process alone asks for the entry, and tells the others what to do: to join a build,
+        to end with its error, or to take what it has read.
         """
         with agreed("opening an artefact"):
             pass
@@ -281,11 +241,10 @@ class RankGroup:
             if failed:
                 raise failed[0]
             from_main((BUILD, None))
-            self._left_by_all = False
             try:
                 build(folder)
             except Exception as error:
-                if self.size > 1 and not self._left_by_all:
+                if self.size > 1 and not is_known_to_all(error):
                     failed.append(error)  # the others are still in `build`
                 raise
 
@@ -293,7 +252,7 @@ class RankGroup:
             value = self._hooks.cache(key=key, build=functools.partial(once, fill=fill), read=read)
         except Exception as error:
             if not failed:
-                from_main((FAILED, reason_of(error)))
+                from_main((FAILED, describe_failure(error)))
             raise
         return from_main((CACHED, value))[1]
 
@@ -301,15 +260,15 @@ class RankGroup:
         """Join each build of the main process; return its value."""
         own: Exception | None = None
         while True:
-            message, value = from_main((FAILED, None))
+            told: tuple[str, Any] = from_main()
+            message, value = told
             if message == CACHED:
                 return value
             if message == FAILED:
                 raise own or PeerError(f"rank 0 failed: {value}")
-            self._left_by_all = False
             try:
                 build(None)
             except Exception as error:
-                if not self._left_by_all:
+                if not is_known_to_all(error):
                     raise  # ends the run: `ending_together`
                 own = None if isinstance(error, PeerError) else error

@@ -1,6 +1,7 @@
-"""A failed rank notifies the others, even those that hang in a collective.
+"""A watch over all ranks, kept by a thread of each of them in the launcher's store.
 
-Nodes beat in the launcher's store: one that dies while data is prepared is noticed.
+A rank that fails writes its reason there, and the others end with it, even those that prepare data
+or hang in a collective. Each machine beats there: one that dies while data is prepared is noticed.
 """
 
 import os
@@ -8,9 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 
 from ..base.console import print_error
@@ -18,20 +17,20 @@ from ..base.errors import PlugsftError, TrainError
 from ..base.machine import env_number
 
 PAUSE = 0.5
-"""Seconds between two checks for a failed rank."""
+"""Seconds between two looks at the store, and between two beats."""
 GRACE = 10.0
 """Seconds that a rank has to end in order after another rank's failure."""
-BEAT, PATIENCE, FIRST = 1.0, 30.0, 600.0
-"""Seconds between beats, and without one after which a node counts as dead.
+SILENT, FIRST = 30.0, 600.0
+"""Seconds without a beat after which a machine counts as dead.
 
-Before the first it may take longer: Python starts slowly from some disks.
+Before the first beat it may take longer: Python starts slowly from some disks.
 """
 
 
-def store(seconds: float = 300) -> TCPStore:
+def connect_store() -> TCPStore:
     """Connect to the launcher's store, which works before there is a process group."""
     address, port = os.environ["MASTER_ADDR"], env_number("MASTER_PORT")
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def store_key(name: str) -> str:
@@ -39,107 +38,101 @@ def store_key(name: str) -> str:
     return f"plugsft-{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def reason_of(error: BaseException) -> str:
-    """Format an error in one line for other ranks."""
+def describe_failure(error: BaseException) -> str:
+    """Describe an error and its notes in one line, for other ranks."""
     text = "; ".join([*str(error).splitlines(), *getattr(error, "__notes__", ())])
     return text if isinstance(error, PlugsftError) else f"{type(error).__name__}: {text}"
 
 
-class Failure:
-    """The first failure of any rank, in one line that names it."""
+class PeerError(TrainError):
+    """Another rank failed; this one ends with that rank's reason."""
+
+
+class Watch:
+    """Waits for the first failure of any rank: one line that names the rank."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.reason = ""
         self._store: TCPStore | None = None
-        self._received, self._stopped = threading.Event(), threading.Event()
+        self._received, self._ended = threading.Event(), threading.Event()
 
-    def listen(self) -> None:
-        """Listen for failures; needs a process group."""
-        # A host may allow fewer sockets than ranks: those ranks run without.
-        with suppress(RuntimeError, KeyError):
-            self._store = store(seconds=10)
-            threading.Thread(target=self._listen, args=(self._store,), daemon=True).start()
+    def start(self) -> None:
+        """Start the thread, once there is a store."""
+        if self._store is None:
+            self._store = connect_store()
+            threading.Thread(target=self._run, args=(self._store,), daemon=True).start()
+
+    def end(self) -> None:
+        """End the watch, as this rank ends."""
+        self._ended.set()
 
     def publish(self, error: Exception) -> None:
-        """Publish this rank's failure, unless another rank did."""
-        if self._store is not None:
-            with suppress(RuntimeError):
-                text = f"rank {dist.get_rank()} failed: {reason_of(error)}"
-                first = self._store.compare_set(store_key("failed"), "", text).decode()
-                if first == text:
-                    self.stop_listening()  # this rank ends by its own error, with its traceback
-                # This rank may host the store: let the others read it before it ends.
-                time.sleep(2 * PAUSE)
+        """Tell the other ranks of this one's failure, unless another rank failed before."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # the store has ended
+            text = f"rank {os.environ['RANK']} failed: {describe_failure(error)}"
+            first = self._store.compare_set(store_key("failed"), "", text).decode()
+            if first == text:
+                self.end()  # this rank ends by its own error, with its traceback
+            # This rank may host the store: let the others read it before it ends.
+            time.sleep(2 * PAUSE)
 
-    def reason(self) -> str:
+    def wait_for_reason(self) -> str:
         """Wait a little for the reason of another rank, which this one has lost."""
         self._received.wait(4 * PAUSE)
-        return self.text
+        return self.reason
 
-    def stop_listening(self) -> None:
-        """Stop listening before this rank ends."""
-        self._stopped.set()
+    def wait_for_ranks(self, size: int) -> None:
+        """Wait until all ranks have come here, another one has failed, or a machine has died."""
+        shared, here = self._store, store_key("prepared")
+        assert shared is not None
+        machines = range(env_number("GROUP_WORLD_SIZE", 1, 1))
+        seen = dict.fromkeys(machines, (0, time.monotonic()))
+        try:
+            shared.add(here, 1)
+            while shared.add(here, 0) < size:
+                if self.reason:
+                    time.sleep(GRACE / 2)  # its launch ends with the exit code of the first rank
+                    raise PeerError(self.reason)
+                if os.environ["RANK"] == "0":
+                    ensure_alive(shared, seen)
+                time.sleep(0.2)
+        except RuntimeError as error:  # machine 0 has the store
+            raise ended(0) from error
 
-    def _listen(self, shared: TCPStore) -> None:
-        key = store_key("failed")
+    def _run(self, shared: TCPStore) -> None:
+        beat = store_key(f"beat-{os.environ.get('GROUP_RANK', '0')}")
         with suppress(RuntimeError):  # the store ends with the launcher or the main rank
-            while not shared.check([key]):
-                if self._stopped.wait(PAUSE):
+            while not shared.check([store_key("failed")]):
+                if os.environ.get("LOCAL_RANK") == "0":
+                    shared.add(beat, 1)
+                if self._ended.wait(PAUSE):
                     return
-            self.text = shared.get(key).decode()
+            self.reason = shared.get(store_key("failed")).decode()
             self._received.set()
-        if self.text and not self._stopped.wait(GRACE):
+        if self.reason and not self._ended.wait(GRACE):
             # NCCL waits for a lost rank forever, and nothing can be raised there.
-            if os.environ.get("RANK", "0") == "0":
-                print_error(f"error: {self.text}")
+            if os.environ["RANK"] == "0":
+                print_error(f"error: {self.reason}")
             os._exit(1)
 
 
-failure = Failure()
-"""The failure of this process's run."""
+watch = Watch()
+"""The watch of this process."""
 
 
-@cache
-def launcher_store() -> TCPStore:
-    """Connect to the launcher's store once: a lost machine 0 breaks the connection."""
-    return store()
+def ensure_alive(shared: TCPStore, seen: dict[int, tuple[int, float]]) -> None:
+    """Raise if a machine has stopped beating; `seen`: its newest beat, and when that was new."""
+    now = time.monotonic()
+    for machine, (beats, since) in seen.items():
+        newest = shared.add(store_key(f"beat-{machine}"), 0)
+        if newest != beats:
+            seen[machine] = newest, now
+        elif now - since > (SILENT if beats else FIRST):
+            raise ended(machine)
 
 
-def keep_beating() -> None:
-    """Beat for this node until the process ends; for a launch on several nodes."""
-    if number_of_nodes() > 1:
-        launcher_store()
-        if os.environ["LOCAL_RANK"] == "0":
-            threading.Thread(target=_beat, daemon=True).start()
-
-
-def _beat() -> None:
-    with suppress(RuntimeError):  # the store ends with its launcher
-        while launcher_store().add(store_key(f"beat-{os.environ['GROUP_RANK']}"), 1):
-            time.sleep(BEAT)
-
-
-def number_of_nodes() -> int:
-    """Count the machines of the launch; 1 outside of torchrun and accelerate."""
-    return env_number("GROUP_WORLD_SIZE", 1, 1)
-
-
-class Nodes:
-    """The nodes of a launch, as their beats show them."""
-
-    def __init__(self) -> None:
-        self._seen = dict.fromkeys(range(number_of_nodes()), (0, time.monotonic()))
-
-    def ensure_alive(self) -> None:
-        """Raise if a node has stopped beating; a node alone does not beat."""
-        now = time.monotonic()
-        for node, (beats, since) in self._seen.items() if len(self._seen) > 1 else ():
-            if (newest := launcher_store().add(store_key(f"beat-{node}"), 0)) != beats:
-                self._seen[node] = newest, now
-            elif now - since > (PATIENCE if beats else FIRST):
-                raise ended(node)
-
-
-def ended(node: int) -> TrainError:
+def ended(machine: int) -> TrainError:
     """Name a lost machine, whose ranks can say nothing more."""
-    return TrainError(f"machine {node} has ended, before step 1; see its own messages")
+    return TrainError(f"machine {machine} has ended, before step 1; see its own messages")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -62,14 +63,13 @@ class GlobalBatch:
 
     def facts(self) -> dict[str, str]:
         """Describe what is the same on all ranks."""
-        micro_batches = (examples.tobytes() for rank in self.plan.layout for examples in rank)
+        micro_batches = [examples.tobytes() for examples in chain(*self.plan.layout)]
         layout = xxhash.xxh3_64_hexdigest(b"|".join(micro_batches))
         return {f"the layout of step {self.step}": layout}
 
     def rows(self) -> str:
         """Name the rows of all ranks."""
-        examples = [micro_batch for rank in self.plan.layout for micro_batch in rank]
-        return name_rows(self.tokens, examples)
+        return name_rows(self.tokens, [*chain(*self.plan.layout)])
 
 
 class BatchLoader:
@@ -199,13 +199,15 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
 
 def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
     """Name the rows of micro-batches: "chats.jsonl rows 3, 17 (counting from 0)"."""
-    examples = [int(number) for examples in micro_batches for number in examples]
+    examples = [int(number) for number in chain(*micro_batches)]
     by_source: dict[str, list[str]] = {}
     for source, row in map(tokens.source_of, examples[:MAX_ROWS]):
         by_source.setdefault(tokens.facts["sources"][source]["name"], []).append(str(row))
-    names = [f"{name} rows {', '.join(rows)}" for name, rows in by_source.items()]
+    if not by_source:
+        return "no row"
+    names = ", ".join(f"{name} rows {', '.join(rows)}" for name, rows in by_source.items())
     more = f" and {len(examples) - MAX_ROWS} more" if len(examples) > MAX_ROWS else ""
-    return f"{', '.join(names)}{more} (counting from 0)" if names else "no row"
+    return f"{names}{more} (counting from 0)"
 
 
 @contextmanager
@@ -218,16 +220,15 @@ def explain_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        size, _ = recipe.micro_batch_size()
+        where = f"{phase}step {batch.step}, rank {batch.rank}"
         cures = [
-            f"a smaller {size}",
+            f"a smaller {recipe.micro_batch_size()[0]}",
             f"a smaller data.max_length (now {recipe.data.max_length:,})",
-            *_missing(recipe, SAVERS),
+            *_missing_plugins(recipe, SAVERS),
         ]
         raise TrainError(
-            f"{phase}step {batch.step}, rank {batch.rank}: out of memory in "
-            f"{_describe_micro_batch(batch, len(losses))}. It needs less with {'; '.join(cures)}; "
-            f"{SHARD}. None changes the batch size"
+            f"{where}: out of memory in {_describe_micro_batch(batch, len(losses))}. "
+            f"It needs less with {'; '.join(cures)}; {SHARD}. None changes the batch size"
         ) from error
 
 
@@ -239,11 +240,11 @@ def explain_out_of_memory_in_loading(recipe: Recipe, rank: int) -> Iterator[None
     except Exception as error:
         if not out_of_memory(error):
             raise
-        cures = [SHARD, *_missing(recipe, ["adapters"])]
+        model = recipe.model.path or "[model.scratch]"
+        cures = [SHARD, *_missing_plugins(recipe, ["adapters"])]
         raise TrainError(
-            f"model: out of memory while {recipe.model.path or '[model.scratch]'} was loaded on "
-            f"rank {rank}. It needs less with {'; '.join(cures)}; `plugsft plan` says what each "
-            "rank holds"
+            f"model: out of memory while {model} was loaded on rank {rank}. It needs less with "
+            f"{'; '.join(cures)}; `plugsft plan` says what each rank holds"
         ) from error
 
 
@@ -258,10 +259,7 @@ def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
     )
 
 
-def _missing(recipe: Recipe, savers: Iterable[str]) -> list[str]:
+def _missing_plugins(recipe: Recipe, savers: Iterable[str]) -> list[str]:
     """Name the plugins to add for capabilities that the recipe lacks."""
-    return [
-        f"{Capability.bundled(name).table} ({SAVERS[name]})"
-        for name in savers
-        if not recipe.provides(name)
-    ]
+    missing = [name for name in savers if not recipe.provides(name)]
+    return [f"{Capability.bundled(name).table} ({SAVERS[name]})" for name in missing]

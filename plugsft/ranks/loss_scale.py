@@ -19,7 +19,7 @@ from ..base.console import say
 from ..base.errors import TrainError
 from ..model.tensor_shards import local_values
 
-INITIAL, PATIENCE = 2.0**16, 2_000
+INITIAL, DOUBLES_AFTER = 2.0**16, 2_000
 """The first scale, and the steps without an overflow after which it doubles."""
 MANY = 8
 """Skipped steps in a row that are worth a warning."""
@@ -30,6 +30,7 @@ class LossScale:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.on, device = accelerator.mixed_precision == "fp16", accelerator.device
+        # Not a tensor where there is no scale, so that losses are as they were.
         self.factor: Any = torch.full((), INITIAL, device=device) if self.on else 1
         self._steps = torch.zeros((), dtype=torch.int32, device=device)
         """Steps since the last overflow or doubling."""
@@ -44,13 +45,13 @@ class LossScale:
     def update(self, overflowed: Tensor) -> None:
         """Halve the scale after an overflow (1), or double it after many steps without (0)."""
         if self.on:
-            torch._amp_update_scale_(self.factor, self._steps, overflowed, 2.0, 0.5, PATIENCE)
+            torch._amp_update_scale_(self.factor, self._steps, overflowed, 2.0, 0.5, DOUBLES_AFTER)
 
     def count(self, step: int, scale: float, grad_norm: float) -> dict[str, float]:
         """Count a step whose numbers are read; return its metrics."""
         overflowed = not math.isfinite(grad_norm)
         self.skipped += overflowed
-        self._in_a_row = overflowed * (self._in_a_row + 1)
+        self._in_a_row = self._in_a_row + 1 if overflowed else 0
         if overflowed and scale <= 1:
             raise TrainError(
                 f"step {step}: gradients overflow float16 even without loss scaling; "

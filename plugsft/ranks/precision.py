@@ -6,12 +6,12 @@ weights. Gradients are summed over micro-batches and ranks in float32.
 """
 
 import os
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,7 +25,6 @@ from .weights import Weights
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """accelerate's name -> the type that a run computes in."""
-LIBRARIES: list[Any] = []
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -64,11 +63,13 @@ def mixed_precision(model: Model, deepspeed: bool) -> str:
 
 
 @cache
-def autocast_experts() -> None:
-    """Let autocast cast the grouped products of experts, which torch leaves in float32."""
+def autocast_experts() -> Any:
+    """Let autocast cast the grouped products of experts, which torch leaves in float32.
+
+    Returns what unregisters its kernels when it is freed: the cache keeps it.
+    """
     make: Any = torch.library.Library  # untyped upstream
     library = make("aten", "IMPL")
-    LIBRARIES.append(library)  # it unregisters its kernels when it is freed
 
     def grouped(left: Tensor, right: Tensor, *others: Any, **more: Any) -> Tensor:
         kind = left.device.type
@@ -79,6 +80,7 @@ def autocast_experts() -> None:
 
     for key in AUTOCAST.values():
         library.impl("_grouped_mm", grouped, key.name)
+    return library
 
 
 def reduce_in_float32(accelerator: Accelerator) -> None:
@@ -89,15 +91,11 @@ def reduce_in_float32(accelerator: Accelerator) -> None:
     autocast_experts()
     if half == torch.float16:
         accelerator.native_amp, accelerator.scaler = True, None  # the loop scales, on CPUs too
-    state: Any = accelerator.state
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if accelerator.is_fsdp2:
+        state: Any = accelerator.state
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=half, reduce_dtype=torch.float32
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = state.deepspeed_plugin.deepspeed_config
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["communication_data_type"] = "fp32"
 
 
 def half_dtype(accelerator: Accelerator) -> torch.dtype | None:
@@ -125,28 +123,23 @@ def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
 
 def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[str, str]:
     """Read the number types from the loaded model: the record says what is, not what was asked."""
-    types: dict[bool, set[str]] = {True: set(), False: set()}
-    for parameter in held.parameters(trained=False).values():
-        types[parameter.requires_grad].add(dtype_name(parameter.dtype))
-    weights, frozen = (" and ".join(sorted(types[trained])) for trained in (True, False))
-    accelerate_state: Any = accelerator.state
-    gradients = weights
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero = optimizer.optimizer
-        weights = dtype_name(zero.fp32_partitioned_groups_flat[0].dtype)
-        gradients = dtype_name(zero.gradient_accumulation_dtype)
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        policy = accelerate_state.fsdp_plugin.mixed_precision_policy
-        if policy and policy.reduce_dtype:
-            gradients = dtype_name(policy.reduce_dtype)
-    return {
-        **({"frozen": frozen} if frozen else {}),
-        "weights": weights,
-        "compute": dtype_name(half) if (half := half_dtype(accelerator)) else weights,
-        "gradients": gradients,
-        # A plugin's optimizer may store other types.
-        **({"optimizer": weights} if type(innermost(optimizer)) is AdamW else {}),
-    }
+    parameters = held.parameters(trained=False).values()
+    # Under ZeRO-3, the trained numbers are float32 beside the parameters that compute.
+    weights = _names(held.local(each) for each in parameters if each.requires_grad)
+    frozen = _names(each for each in parameters if not each.requires_grad)
+    half = half_dtype(accelerator)
+    types = {"weights": weights, "compute": weights, "gradients": weights}
+    if half:
+        types |= {"compute": dtype_name(half), "gradients": "float32"}  # reduce_in_float32
+    if frozen:
+        types["frozen"] = frozen
+    if type(innermost(optimizer)) is AdamW:  # a plugin's optimizer may store other types
+        types["optimizer"] = weights
+    return types
+
+
+def _names(parameters: Iterable[Tensor]) -> str:
+    return " and ".join(sorted({dtype_name(each.dtype) for each in parameters}))
 
 
 def innermost(optimizer: Any) -> Any:

@@ -30,41 +30,73 @@ from .weights import Weights, ZeroWeights
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Tell whether each rank stores only its shard of the model."""
-    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return is_zero3(accelerator) or bool(accelerator.is_fsdp2)
+
+
+def is_zero3(accelerator: Accelerator) -> bool:
+    """Tell whether DeepSpeed shards the model, which scatters each tensor as it is made."""
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
 
 
 def loads_in_bfloat16(accelerator: Accelerator) -> bool:
     """Tell whether weights are loaded in bfloat16, and DeepSpeed adds a float32 copy."""
-    zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return bool(zero3 and accelerator.mixed_precision == "bf16")
+    return is_zero3(accelerator) and accelerator.mixed_precision == "bf16"
 
 
 def shard_model(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
-    names = load.names_in_files(model)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _read_weights(accelerator, load, names, dict(model.named_parameters()))
-        with explain_optimizer(accelerator, "the plugin's optimizer"):
-            optimizer = make(model)
-        engine, zero = accelerator.prepare(model, ensure_updates_trained_weights(model, optimizer))
-        if loads_in_bfloat16(accelerator):
-            # DeepSpeed makes its float32 weights of rounded ones.
-            weights = weights_of(accelerator, engine, zero)
-            with torch.no_grad():
-                for name, parameter in weights.parameters().items():
-                    if name in names:
-                        weights.fill(parameter, partial(load.files.fill, names[name]))
-        ensure_suits_zero3(zero.optimizer.optimizer)
-        return engine, zero
+    if is_zero3(accelerator):
+        return _shard_by_zero3(accelerator, load, model, make)
     if accelerator.is_fsdp2:
-        _shard_by_rows(model, accelerator, names, load)
+        _shard_by_rows(accelerator, load, model)
         return model, ensure_updates_trained_weights(model, make(model))
-    plain, model = model, accelerator.prepare_model(model)
-    if isinstance(model, DistributedDataParallel):
-        _choose_buckets(model)
-    return model, ensure_updates_trained_weights(plain, make(plain))
+    copied = accelerator.prepare_model(model)
+    if isinstance(copied, DistributedDataParallel):
+        _choose_buckets(copied)
+    return copied, ensure_updates_trained_weights(model, make(model))
+
+
+def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
+    """Shard a model that is never trained, like the trained one."""
+    model.requires_grad_(False).eval()
+    if is_zero3(accelerator):
+        _read_weights(accelerator, load, load.names_in_files(model), _tensors(model))
+        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        deepspeed: Any = importlib.import_module("deepspeed")
+        engine: Module = deepspeed.initialize(model=model, config=config)[0]
+        return engine
+    if accelerator.is_fsdp2:
+        _shard_by_rows(accelerator, load, model)
+        return model  # type: ignore[no-any-return]
+    return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
+
+
+def weights_of(accelerator: Accelerator, model: Module, optimizer: Any) -> Weights:
+    """Return this rank's part of a sharded or copied model."""
+    if is_zero3(accelerator):
+        return ZeroWeights(accelerator, model, optimizer.optimizer)
+    return Weights(accelerator, model)
+
+
+def _shard_by_zero3(
+    accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
+) -> tuple[Module, Optimizer]:
+    names = load.names_in_files(model)
+    _read_weights(accelerator, load, names, _tensors(model))
+    with explain_optimizer(accelerator, "the plugin's optimizer"):
+        optimizer = make(model)
+    engine, zero = accelerator.prepare(model, ensure_updates_trained_weights(model, optimizer))
+    if loads_in_bfloat16(accelerator):
+        # DeepSpeed makes its float32 weights of rounded ones.
+        weights = weights_of(accelerator, engine, zero)
+        with torch.no_grad():
+            for name, parameter in weights.parameters().items():
+                if name in names:
+                    weights.fill(parameter, partial(load.files.fill, names[name]))
+    ensure_suits_zero3(zero.optimizer.optimizer)
+    return engine, zero
 
 
 def _choose_buckets(model: DistributedDataParallel) -> None:
@@ -79,31 +111,9 @@ def _choose_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
 
 
-def weights_of(accelerator: Accelerator, model: Module, optimizer: Any) -> Weights:
-    """Return this rank's part of a sharded or copied model."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return ZeroWeights(accelerator, model, optimizer.optimizer)
-    return Weights(accelerator, model)
-
-
-def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
-    """Shard a model that is never trained, like the trained one."""
-    names = load.names_in_files(model)
-    model.requires_grad_(False).eval()
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _read_weights(accelerator, load, names, dict(model.named_parameters()))
-        deepspeed: Any = importlib.import_module("deepspeed")
-        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-        engine: Module = deepspeed.initialize(model=model, config=config)[0]
-        return engine
-    if accelerator.is_fsdp2:
-        _shard_by_rows(model, accelerator, names, load)
-        return model  # type: ignore[no-any-return]
-    return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
-
-
-def _shard_by_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
+def _shard_by_rows(accelerator: Accelerator, load: Load, model: Any) -> None:
     """Shard a model by FSDP2; read this rank's rows of the weights that are not loaded yet."""
+    names = load.names_in_files(model)
     fsdp2_prepare_model(accelerator, model)
     if hasattr(model, "generate"):  # adapters' goes to the model inside, past the forward's hooks
         register_fsdp_forward_method(model, "generate")

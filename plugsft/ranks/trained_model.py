@@ -123,14 +123,15 @@ class TrainedModel:
 
 def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
     """Do work with the weights that plugins put in place for its purpose, such as averages."""
-    calls = []
+    called = False
 
     def noted() -> Any:
-        calls.append(purpose)
+        nonlocal called
+        called = True
         return work()
 
     result = hooks.use_weights(run=run, purpose=purpose, work=noted)
-    if not calls:
+    if not called:
         raise PluginError(f"'use_weights' did not call work() for \"{purpose}\"; it must")
     return result
 

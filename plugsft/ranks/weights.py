@@ -6,6 +6,7 @@ ZeRO-3. Checkpoints and plugins see no other difference between the strategies.
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ class Weights:
 
     def parameters(self, trained: bool = True) -> dict[str, Any]:
         """Return the trained parameters, or all, by their names in the plain model."""
+        # Under FSDP2, the last modules of an evaluation are still gathered.
         for module in self._wrapped.modules():
             if isinstance(module, FSDPModule):
-                # After an evaluation the last modules are still gathered.
                 module.reshard()
         named = self.plain.named_parameters()
         return {
@@ -48,16 +49,12 @@ class Weights:
         return shard_of(parameter)
 
     def local(self, parameter: Any) -> Tensor:
-        """Return the same in the shape that this rank has; a view where possible."""
+        """Return this rank's numbers in the shape of its part; a view where possible."""
         return local_values(parameter)
 
     def whole(self, parameter: Any) -> Tensor:
         """Gather a whole parameter; a collective."""
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-    def write(self, parameter: Any, values: Tensor) -> None:
-        """Write this rank's numbers of a trained parameter."""
-        local_values(parameter).copy_(values)
 
     def fill(self, parameter: Any, read: Callable[[TensorShard], None]) -> None:
         """Let `read` fill this rank's shard of a trained parameter."""
@@ -78,7 +75,7 @@ class Weights:
         named = self.parameters()
         with torch.no_grad():
             for name, values in shards.items():
-                self.write(named[name], values)
+                self.fill(named[name], partial(_copy, values))
             self.update_copies()
 
     def ensure_fitting(self, shards: Mapping[str, Tensor]) -> None:
@@ -91,6 +88,10 @@ class Weights:
                 raise PluginError(
                     f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
                 )
+
+
+def _copy(values: Tensor, shard: TensorShard) -> None:
+    shard.values.copy_(values.reshape(-1))
 
 
 class ZeroWeights(Weights):
@@ -112,11 +113,9 @@ class ZeroWeights(Weights):
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
-        trained = parameter.requires_grad
-        return zero3_range(
-            parameter,
-            self.access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
-        )
+        if not parameter.requires_grad:
+            return shard_of(parameter)
+        return zero3_range(parameter, self.access.safe_get_local_fp32_param(parameter))
 
     def range_in(self, parameter: Any, offset: int, joined: Tensor) -> TensorShard:
         """Return this rank's shard of a parameter in a tensor of many, where it begins."""
@@ -133,17 +132,11 @@ class ZeroWeights(Weights):
         with self._gathered([parameter]):
             return parameter.detach().clone()  # type: ignore[no-any-return]
 
-    def write(self, parameter: Any, values: Tensor) -> None:
-        """Write this rank's numbers of a trained parameter."""
-        padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
-        padded[: len(values)] = values
-        self.access.safe_set_local_fp32_param(parameter, padded)
-
     def fill(self, parameter: Any, read: Callable[[TensorShard], None]) -> None:
         """Let `read` fill this rank's shard of a trained parameter."""
-        shard = zero3_range(parameter, torch.zeros_like(parameter.ds_tensor, dtype=torch.float32))
-        read(shard)
-        self.write(parameter, shard.values)
+        padded = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
+        read(zero3_range(parameter, padded))
+        self.access.safe_set_local_fp32_param(parameter, padded)
 
     def update_copies(self) -> None:
         """Copy the float32 numbers to those in the model's type, and drop whole copies.

@@ -29,8 +29,7 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
 from ..output.metrics import read_metrics
-from ..ranks.agree import PeerError
-from ..ranks.failures import reason_of
+from ..ranks.failures import PeerError, describe_failure
 from ..recipe.tables import Recipe
 from ..registry.active import Active, check
 from ..registry.discover import find
@@ -92,7 +91,7 @@ def results(calls: Sequence[Future[Any]], who: str) -> list[Any]:
     """The results of all ranks; of several failures, a rank that failed by itself says why."""
     failures = filter(None, [future.exception() for future in calls])
     for error in sorted(failures, key=lambda error: isinstance(error, PeerError)):
-        raise AssertionError(f"{who}: {reason_of(error)}") from error
+        raise AssertionError(f"{who}: {describe_failure(error)}") from error
     return [future.result() for future in calls]
 
 

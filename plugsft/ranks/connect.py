@@ -2,10 +2,9 @@
 
 import importlib
 import os
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ from ..base.machine import Machine, env_number
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .agree import host_group
-from .failures import Nodes, ended, failure, launcher_store, store_key
+from .failures import watch
 from .launcher import started_too_few
-from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
+from .precision import ensure_same_dtypes, half_dtype, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 KINDS = {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}
@@ -33,8 +32,6 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-MOST_REQUESTS = 2000
-"""The most that waiting ranks, all together, ask of the launcher's store in a second."""
 CHECK_LAUNCHER = "start it with `plugsft launch`, or check the launcher's file"
 
 
@@ -61,33 +58,31 @@ def prepare_gpu(recipe: Recipe) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def start_watch(machine: Machine) -> None:
+    """Let the ranks watch each other before there is a process group, if they can."""
+    if has_launcher_store(machine):
+        watch.start()
+
+
+def has_launcher_store(machine: Machine) -> bool:
+    """Whether the launcher has a store, by which ranks can talk before there is a group."""
+    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return own and machine.world_size > 1
+
+
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Start the process group; refuse one that differs from the launcher's settings."""
-    # With GPUs, accelerate starts as many as asked, and the address may be left over.
-    if started_too_few() and not torch.cuda.is_available():
-        raise LaunchError(
-            f"accelerate launch was asked for several processes and started one. {CHECK_LAUNCHER}"
-        )
-    wait_for_ranks(machine)
-    cpu = on_cpu(recipe)
-    sharded, deepspeed = bool(machine.strategy), machine.strategy == "zero3"
-    if sharded and "MASTER_ADDR" not in os.environ:
-        raise LaunchError(
-            "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
-            f"process as a rank; use accelerate launch. {CHECK_LAUNCHER}"
-        )
-    if sharded and cpu and torch.cuda.is_available():
-        raise LaunchError(
-            'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
-        )
-    _ensure_no_accumulation()
-    if machine.strategy == "fsdp2" and os.environ.get("FSDP_VERSION") != "2":
-        raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
+    cpu, sharded = on_cpu(recipe), bool(machine.strategy)
+    ensure_possible(machine, cpu)
+    if has_launcher_store(machine):
+        # Machines without a shared file system prepare a copy each, and a process group would time
+        # out on the slowest.
+        watch.wait_for_ranks(machine.world_size)
     if cpu:
         _prepare_cpu(machine)
     # Each rank reads its own rows; with this setting, only rank 0 would load weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    precision = mixed_precision(recipe.model, deepspeed)
+    precision = mixed_precision(recipe.model, machine.strategy == "zero3")
     # Without cpu=True, ranks on a machine without GPU form no process group.
     try:
         accelerator = Accelerator(
@@ -101,6 +96,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"accelerate cannot use its settings: {reason_of(error)}. {CHECK_LAUNCHER}"
         ) from error
     kind = accelerator.distributed_type.value
+    # Without a strategy, any kind that came up is fine: one process, or DDP.
     wanted = KINDS.get(machine.strategy, machine.strategy or kind)
     if (accelerator.num_processes, kind) != (machine.world_size, wanted):
         raise LaunchError(
@@ -110,28 +106,54 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     _ensure_effective(accelerator, recipe)
     if machine.world_size > 1:
         host_group()
-        failure.listen()
-    if deepspeed:
-        # DeepSpeed calls deprecated functions of torch at every step.
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        # The recipe is the only source of these settings, not DeepSpeed's file.
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        ensure_same_dtypes(config, precision)
-        config["gradient_clipping"] = recipe.train.max_grad_norm
-        config["gradient_accumulation_steps"] = 1
-        config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
+        with suppress(RuntimeError, KeyError):  # the host may allow fewer sockets than ranks
+            watch.start()
+    if kind == KINDS["zero3"]:
+        _configure_deepspeed(accelerator, recipe, precision)
     reduce_in_float32(accelerator)
     return accelerator
 
 
-def _ensure_no_accumulation() -> None:
-    """Refuse a count by which accelerate would divide every loss."""
-    if (accumulation := os.environ.get(ACCUMULATION, "1")) != "1":
+def ensure_possible(machine: Machine, cpu: bool) -> None:
+    """Refuse what no process group should be started for."""
+    # With GPUs, accelerate starts as many as asked, and the address may be left over.
+    if started_too_few() and not torch.cuda.is_available():
+        raise LaunchError(
+            f"accelerate launch was asked for several processes and started one. {CHECK_LAUNCHER}"
+        )
+    if machine.strategy and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
+            f"process as a rank; use accelerate launch. {CHECK_LAUNCHER}"
+        )
+    if machine.strategy and cpu and torch.cuda.is_available():
+        raise LaunchError(
+            'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
+        )
+    if machine.strategy == "fsdp2" and os.environ.get("FSDP_VERSION") != "2":
+        raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
+    accumulation = os.environ.get(ACCUMULATION, "1")
+    if accumulation != "1":  # accelerate would divide every loss by it
         raise LaunchError(
             f"the launcher's file or the environment sets gradient_accumulation_steps = "
             f"{accumulation} ({ACCUMULATION}); remove it: a "
             "step's micro-batches follow from train.batch_size and train.micro_batch"
         )
+
+
+def _configure_deepspeed(accelerator: Accelerator, recipe: Recipe, precision: str) -> None:
+    """Give DeepSpeed the recipe's settings, in place of those of a file."""
+    # It calls deprecated functions of torch at every step.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    state: Any = accelerator.state
+    config = state.deepspeed_plugin.deepspeed_config
+    ensure_same_dtypes(config, precision)
+    config["gradient_clipping"] = recipe.train.max_grad_norm
+    config["gradient_accumulation_steps"] = 1
+    config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
+    if half_dtype(accelerator):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
 
 
 def user_set_threads() -> bool:
@@ -179,26 +201,6 @@ def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
             wrong.append(f"zero_stage: given {stage}; plugsft runs ZeRO-3: set it to 3")
     if wrong:
         raise LaunchError(f"the launcher's file sets {'; and '.join(wrong)}")
-
-
-def wait_for_ranks(machine: Machine) -> None:
-    """Wait until every rank has prepared its data, however long that takes.
-
-    Nodes without a shared file system prepare a copy each, and a process group would time out on
-    the slowest. The launcher's store works before there is a group.
-    """
-    if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    here = store_key("prepared")
-    try:
-        launcher, nodes = launcher_store(), Nodes()
-        launcher.add(here, 1)
-        while launcher.add(here, 0) < machine.world_size:
-            if machine.is_main:
-                nodes.ensure_alive()
-            time.sleep(max(0.2, machine.world_size / MOST_REQUESTS))
-    except RuntimeError as error:  # machine 0 has the launcher's store
-        raise ended(0) from error
 
 
 @contextmanager
