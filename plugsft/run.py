@@ -66,7 +66,7 @@ def open(
     run = OpenRun(recipe, active, record, accelerator, data.tokenizer, loaded)
     run.plan_steps(data)
     run.checkpoints.restore(checkpoints)
-    run.step = run.checkpoints.saved
+    run.step = run.checkpoints.published
     describe(run)
     return run
 
@@ -138,10 +138,10 @@ class OpenRun:
 
     def describe_stop(self, at_once: bool) -> str:
         """Describe what ends the run at a signal, and what it loses if it ends at once."""
-        saved = self.checkpoints.published
-        lost = f"{format_count(self.step - saved, 'step')} since " + (
-            f"the checkpoint of step {saved}, from which --resume goes on"
-            if saved
+        published = self.checkpoints.published
+        lost = f"{format_count(self.step - published, 'step')} since " + (
+            f"the checkpoint of step {published}, from which --resume goes on"
+            if published
             else "the beginning: there is no checkpoint to resume from"
         )
         if at_once:
@@ -226,7 +226,7 @@ class OpenRun:
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the global batches of the remaining steps, until a stop."""
-        steps = range(self.checkpoints.saved + 1, self.plan.steps + 1)
+        steps = range(self.checkpoints.begun + 1, self.plan.steps + 1)
         batches = self.loader.load(self.plan.plan_step, self.tokens, steps, self.agreed)
         with closing(batches):
             for batch in batches:
@@ -248,7 +248,7 @@ class OpenRun:
 
     def save_checkpoint(self) -> None:
         """Begin a checkpoint of the last finished step, which is written in the background."""
-        if self.step > self.checkpoints.saved:
+        if self.step > self.checkpoints.begun:
             self.publish_checkpoint(wait=True)
             with self.agreed(f"preparing the checkpoint of step {self.step}"):
                 pass  # a plugin that failed in this step may have lost its state
@@ -322,11 +322,11 @@ def describe(run: OpenRun) -> None:
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['summary']}")
-    saved = run.checkpoints.saved
+    done = run.checkpoints.published
     say(
         f"steps: {plan.steps} of {plan.describe_step()}, {plan.per_epoch} an epoch"
         + recipe.train.replaced_epochs()
-        + (f"; going on after step {saved}" if saved else "")
+        + (f"; going on after step {done}" if done else "")
     )
     warnings = long_warmup(recipe.train, plan.steps), small_data(recipe.train, plan.examples)
     for warning in filter(None, warnings):

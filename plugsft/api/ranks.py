@@ -28,7 +28,7 @@ from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from ..registry.load import resolve
 from ..start.launch import on_cpu
-from ..start.train import Resume, train_recipe
+from ..start.train import Start, train_recipe
 from .recipes import Source
 
 JOB, ERROR, OUTPUT, MESSAGES = "job.json", "error-{}.pickle", "output.txt", "launcher.txt"
@@ -39,7 +39,7 @@ SHOWN = 20
 
 
 def train_on_ranks(
-    source: Source, recipe: Recipe, active: Active, ranks: int, start: Resume
+    source: Source, recipe: Recipe, active: Active, ranks: int, start: Start
 ) -> None:
     """Train with several processes; print their output, raise their error."""
     for name, plugin in source.own.items():
@@ -127,7 +127,7 @@ def main(folder: Path) -> int:
     try:
         recipe, active = resolve(job["tables"], (), job["path"])
         options = job["start"]
-        start = Resume(**options | {"path": options["path"] and Path(options["path"])})
+        start = Start(**options | {"path": options["path"] and Path(options["path"])})
         train_recipe(recipe, active, Path(job["path"]), start)
     except BaseException as error:
         (folder / ERROR.format(os.environ["RANK"])).write_bytes(_pickled(error))

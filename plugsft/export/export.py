@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..base.atomic import MANIFEST, publish, temporary_ending, write_json
+from ..base.atomic import MANIFEST, publish, temporary_ending
 from ..base.checksums import file_digest
 from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
@@ -263,8 +263,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
-    with torch.no_grad(), ShardReader(path) as reader:
-        ensure_same_parameters(reader, trained, state["weights"])
+    reader = ShardReader(path)
+    ensure_same_parameters(reader, trained, state["weights"])
+    with torch.no_grad():
         for weight_name, weight in trained.items():
             reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
@@ -272,7 +273,8 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():
-            write_json(building / BASE, {"files": state["inputs"][WEIGHT_FILES]})
+            base = {"files": state["inputs"][WEIGHT_FILES]}
+            (building / BASE).write_text(json.dumps(base))
         add_card(building, path, name)
 
 
