@@ -70,8 +70,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     `begin` copies this rank's state; a thread writes the copies while the training goes on. Once
-    all ranks have written, `publish` adds state.json and gives the folder its name. Collectives
-    stay on the main thread.
+    all ranks have written, `publish` gives the folder its name. Collectives stay on the main
+    thread.
     """
 
     def __init__(
