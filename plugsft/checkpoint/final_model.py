@@ -98,12 +98,17 @@ def save_model(
                     plain.config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
                 if is_adapter:
-                    (folder / BASE).write_text(json.dumps({"files": base}))
+                    write_base(folder, base)
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:
                     files = WeightFiles(meta_copy(plain), find_weight_files(str(folder), None))
                     ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
+
+
+def write_base(folder: Path, files: str) -> None:
+    """Note the checksum of the files that adapters go with."""
+    (folder / BASE).write_text(json.dumps({"files": files}))
 
 
 def ensure_written(

@@ -23,7 +23,7 @@ from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..checkpoint.files import ShardReader
-from ..checkpoint.final_model import BASE
+from ..checkpoint.final_model import write_base
 from ..checkpoint.same_run import STATE, WEIGHT_FILES, read_json
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
@@ -273,8 +273,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():
-            base = {"files": state["inputs"][WEIGHT_FILES]}
-            (building / BASE).write_text(json.dumps(base))
+            write_base(building, state["inputs"][WEIGHT_FILES])
         add_card(building, path, name)
 
 
