@@ -70,7 +70,7 @@ def open_run(
     run = OpenRun(recipe, active, record, accelerator, data.tokenizer, loaded)
     run.make_plan(data)
     run.checkpoints.restore(checkpoints)
-    run.step = run.checkpoints.saved
+    run.step = run.checkpoints.published
     describe(run)
     return run
 
@@ -224,7 +224,7 @@ class OpenRun:
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the global batches of the remaining steps, until a stop."""
-        steps = range(self.checkpoints.saved + 1, self.plan.steps + 1)
+        steps = range(self.checkpoints.begun + 1, self.plan.steps + 1)
         batches = self.loader.load(self.plan.plan_step, self.tokens, steps, self.agreed)
         with closing(batches):
             for batch in batches:
@@ -246,7 +246,7 @@ class OpenRun:
 
     def begin_checkpoint(self) -> None:
         """Begin a checkpoint of the last finished step, which is written in the background."""
-        if self.step > self.checkpoints.saved:
+        if self.step > self.checkpoints.begun:
             self.publish_checkpoint(wait=True)
             with self.agreed(f"preparing the checkpoint of step {self.step}"):
                 pass  # a plugin that failed in this step may have lost its state
@@ -315,11 +315,11 @@ def describe(run: OpenRun) -> None:
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['summary']}")
-    saved = run.checkpoints.saved
+    done = run.checkpoints.published
     say(
         f"steps: {plan.steps} of {plan.describe_step()}, {plan.per_epoch} an epoch"
         + recipe.train.replaced_epochs()
-        + (f"; going on after step {saved}" if saved else "")
+        + (f"; going on after step {done}" if done else "")
     )
     warnings = long_warmup(recipe.train, plan.steps), small_data(recipe.train, plan.examples)
     for warning in filter(None, warnings):

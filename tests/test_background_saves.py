@@ -70,9 +70,9 @@ from plugsft.checkpoint import save as checkpoint
 from plugsft.checkpoint import files as shard_files
 
 shard_files.available_memory = lambda: 1000
-staged = []
-stage = checkpoint.stage
-checkpoint.stage = lambda *arguments: staged.append(1) or stage(*arguments)
+copied = []
+copy = checkpoint.copy_to_host
+checkpoint.copy_to_host = lambda *arguments: copied.append(1) or copy(*arguments)
 # Training that went on would change the weights by then.
 write = checkpoint.write_shards
 checkpoint.write_shards = lambda *arguments: time.sleep(0.5) or write(*arguments)
@@ -88,7 +88,7 @@ class FullHost:
 
     @hookimpl
     def finished(self, run):
-        (run.output / f"staged-{run.ranks.rank}").write_text(str(len(staged)))
+        (run.output / f"copied-{run.ranks.rank}").write_text(str(len(copied)))
 """
 
 
@@ -109,7 +109,7 @@ def test_a_host_without_room_for_copies_writes_at_once_on_all_ranks(tiny, tmp_pa
     assert files[0] == files[1] and len(files[0]) == 4
     warning = "the host has too little free memory for copies of a checkpoint"
     assert [result.stdout.count(warning) for result in results] == [0, 1]
-    assert [(run / f"staged-{rank}").read_text() for rank in range(2)] == ["0", "0"]
+    assert [(run / f"copied-{rank}").read_text() for rank in range(2)] == ["0", "0"]
 
 
 SLOW = """

@@ -65,7 +65,7 @@ def shares(name, accelerator, recipe, active):
     found = [*reversed(list_checkpoints(recipe.folder / "checkpoints"))]
     with counted() as said["restore"]:
         run.checkpoints.restore(found)
-    said["newest"] = run.checkpoints.saved
+    said["newest"] = run.checkpoints.published
     try:
         if rank == 2:
             with no_room():
@@ -86,7 +86,7 @@ def shares(name, accelerator, recipe, active):
         file.write_bytes(data)
     accelerator.wait_for_everyone()
     run.checkpoints.restore([*reversed(list_checkpoints(recipe.folder / "checkpoints"))])
-    said["flipped"] = run.checkpoints.saved
+    said["flipped"] = run.checkpoints.published
     return said
 
 
@@ -110,6 +110,8 @@ def test_each_byte_is_compared_by_one_rank_and_by_all_alike(said, doing):
     shares = [sum(tensors[name] for name in names) / sum(tensors.values()) for names in read]
     print(f"\n{doing}: shares of the bytes compared: {', '.join(f'{s:.2f}' for s in shares)}")
     assert max(shares) < 1.2 / RANKS
+    files = {path.name for path in checkpoint.iterdir()}
+    assert files == {*tensors, "state.json", MANIFEST}, "the ranks' stamps are in the manifest"
 
 
 def test_each_rank_opens_its_own_files_alone(said):

@@ -96,7 +96,7 @@ def files_of_a_new_user(folder):
     with publish(folder / "finished/model") as model:
         (model / "config.json").write_text("{}")
     with publish(folder / "other/checkpoints/step-000002") as checkpoint:
-        state = {"format": 5, "step": 2, "recipe": {"train.seed": 7}, "plugins": {}}
+        state = {"format": 6, "step": 2, "recipe": {"train.seed": 7}, "plugins": {}}
         (checkpoint / "state.json").write_text(json.dumps(state))
 
 

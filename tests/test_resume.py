@@ -11,14 +11,16 @@ import optimizers
 import pytest
 import schedulefree
 import torch
-from conftest import FULL
+from conftest import FULL, tiny_tables, write_recipe
 from launching import FSDP2, ZERO3
 from safetensors import safe_open
 from safetensors.torch import save_file
 from saved_runs import Run, differing, on_ranks, part
 
 from plugsft.base.atomic import MANIFEST, stamp
+from plugsft.checkpoint.same_run import keys_affecting_results
 from plugsft.checkpoint.save import Best
+from plugsft.registry.load import load
 
 
 def resumed_is_uninterrupted(name, accelerator, recipe, active):
@@ -207,7 +209,7 @@ def a_newer_one(name, accelerator, recipe, active):
     run = Run("SGD", accelerator, recipe, active)
     run.train(range(1, 2))
     run.checkpoints.save(1)
-    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=6)])
+    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=7)])
 
 
 def without_a_tensor(name, accelerator, recipe, active):
@@ -288,11 +290,11 @@ SPECIAL = {
     ),
     "older": (
         an_older_one,
-        "was written by another version of plugsft (format 2; this one reads 5)",
+        "was written by another version of plugsft (format 2; this one reads 6)",
     ),
     "newer": (
         a_newer_one,
-        "was written by another version of plugsft (format 6; this one reads 5)",
+        "was written by another version of plugsft (format 7; this one reads 6)",
     ),
     "lost": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),
@@ -315,3 +317,17 @@ def test_what_a_checkpoint_of_another_kind_gives(special, name):
 
 def test_a_setting_that_the_user_changes_counts_and_counters_come_back(special):
     assert special["setting"] is None
+
+
+def test_sources_may_move_and_their_weights_stay(tmp_path):
+    tables = tiny_tables(tmp_path)
+    data = tables["data"].pop("source")
+
+    def keys(source, weight):
+        sources = [{"source": source, "weight": weight}, {"source": data}]
+        mixed = tables | {"data": tables["data"] | {"sources": sources}}
+        return keys_affecting_results(*load(write_recipe(tmp_path / "recipe.toml", mixed)))
+
+    assert keys("one.jsonl", 2.0) == keys("moved.jsonl", 2.0)
+    one, other = keys("one.jsonl", 2.0), keys("one.jsonl", 0.5)
+    assert [key for key in one if one[key] != other[key]] == ["data.sources.weight"]

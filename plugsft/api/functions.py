@@ -33,7 +33,7 @@ def train(
         run = plugsft.api.train("my.toml", train={"epochs": 1}, output="runs/short")
         print(run.metrics["loss"].iloc[-1])
     """
-    from ..start.train import Resume, train_recipe
+    from ..start.train import Start, train_recipe
     from .recipes import opened
 
     if resume not in (True, False, "auto"):
@@ -41,7 +41,7 @@ def train(
     ensure_kind("ranks", ranks, int, "a whole number")
     ensure_kind("resume_from", resume_from, PathLike | None, "the folder of a checkpoint")
     checkpoint = None if resume_from is None else Path(resume_from)
-    start = Resume(resume is True, resume == "auto", checkpoint, overwrite)
+    start = Start(resume is True, resume == "auto", checkpoint, overwrite)
     with opened(recipe, plugins, without, overrides) as (source, loaded, active):
         if ranks == 1:
             from .isolation import isolated

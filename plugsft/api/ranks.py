@@ -26,7 +26,7 @@ from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from ..registry.load import resolve
 from ..start.launch import on_cpu
-from ..start.train import Resume, train_recipe
+from ..start.train import Start, train_recipe
 from .recipes import Source
 
 JOB, ERROR, OUTPUT, MESSAGES = "job.pickle", "error-{}.pickle", "output.txt", "launcher.txt"
@@ -37,7 +37,7 @@ SHOWN = 20
 
 
 def train_on_ranks(
-    source: Source, recipe: Recipe, active: Active, ranks: int, start: Resume
+    source: Source, recipe: Recipe, active: Active, ranks: int, start: Start
 ) -> None:
     """Train with several processes; print their output, raise their error."""
     for name, plugin in source.own.items():

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -77,31 +76,30 @@ def begin_folder(folder: Path) -> Path:
 
 
 def finish(
-    building: Path, folder: Path, is_complete: IsComplete, stamps: Mapping[str, Stamp] | None = None
+    building: Path, folder: Path, is_complete: IsComplete, stamps: Mapping[str, Stamp] = {}
 ) -> None:
     """Write a built folder's manifest, and rename it; `is_complete` may keep the old folder.
 
     `stamps` are of files that other processes wrote and synced.
     """
-    manifest = dict(stamps or {})
     for unfinished in building.rglob(".*.tmp"):
         remove(unfinished)
-    for name, (size, _) in manifest.items():
-        path = building / name
+    others = {building / name: size for name, (size, _) in stamps.items()}
+    for path, size in others.items():
         if not path.is_file() or path.stat().st_size != size:
             raise DiskError(
                 f"{path}: is missing or cut short, and another rank wrote it",
                 "all nodes must write to one file system",
             )
-    synced = {building / name for name in manifest}
-    files = [path for path in sorted(building.rglob("*")) if path.is_file()]
-    manifest |= {str(path.relative_to(building)): stamp(path) for path in {*files} - synced}
-    write_text(building / MANIFEST, json.dumps(dict(sorted(manifest.items())), indent=1))
+    files = {path for path in building.rglob("*") if path.is_file()}
+    own = {str(path.relative_to(building)): stamp(path) for path in files - others.keys()}
+    manifest = json.dumps({**stamps, **own}, indent=1, sort_keys=True)
+    write_text(building / MANIFEST, manifest)
     # Libraries write some files for their owner alone, whatever the umask.
     mode = (building / MANIFEST).stat().st_mode
     for path in files:
         path.chmod(mode)
-    for path in {*building.rglob("*"), building} - synced:
+    for path in {*building.rglob("*"), building} - others.keys():
         sync(path)
     if folder.exists() and not is_complete(folder):
         discard(folder)
@@ -183,11 +181,8 @@ def damage(folder: Path, quick: bool = False, share: tuple[int, int] = (0, 1)) -
     rank, ranks = share
     try:
         stamps = read_manifest(folder)
-        total, before = sum(size for size, _ in stamps.values()), 0
-        for path, (size, checksum) in sorted(stamps.items()):
-            middle, before = before + size / 2, before + size
-            if total and int(middle * ranks / total) != rank:
-                continue
+        by_size = sorted(stamps.items(), key=lambda item: item[1])
+        for path, (size, checksum) in by_size[rank::ranks]:
             if not path.is_file():
                 return f"{path.relative_to(folder)} is missing"
             read = not quick or path.suffix in (".json", ".jinja")
@@ -274,14 +269,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically: readers find the old text or the new."""
     with writing(path), replace_file(path) as temporary:
         temporary.write_text(text, encoding="utf8")
-
-
-def write_json(path: Path, facts: Mapping[str, Any]) -> Stamp:
-    """Write and sync a file atomically; return its stamp."""
-    with replace_file(path) as temporary:
-        temporary.write_text(json.dumps(facts, indent=1))
-    sync(path)
-    return stamp(path)
 
 
 @contextmanager

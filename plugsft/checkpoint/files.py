@@ -7,18 +7,18 @@ needs whole tensors.
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..base.atomic import Stamp, stamp, sync, write_json
+from ..base.atomic import Stamp, stamp, sync, write_text
 from ..base.errors import CheckpointError
 from ..base.machine import available_memory, env_number
 from ..model.tensor_shards import TensorShard, dtype_name
@@ -33,12 +33,14 @@ ROOM = 0.75
 MAX_OPEN = 256
 """Most files that a reader keeps open."""
 
-
 Shards = Mapping[str, TensorShard]
+Copies = dict[str, Tensor]
+"""Memory of the host for copies of shards, which saves share."""
 
 
 def owned_shards(rank: int, shards: Shards) -> Shards:
     """Leave out what another rank writes: the first one alone writes whole tensors."""
+    # A shard that is whole on another rank is whole on the first one, too.
     return {
         name: shard
         for name, shard in shards.items()
@@ -46,76 +48,72 @@ def owned_shards(rank: int, shards: Shards) -> Shards:
     }
 
 
-def host_has_room(memory: Mapping[str, Tensor], owned: Shards) -> bool:
+def host_has_room(copies: Copies, owned: Shards) -> bool:
     """Whether all ranks of this host can copy: they measure at the same time."""
+    values = [shard.values for name, shard in owned.items() if not fits(copies, name, shard)]
     # torch rounds pinned memory up to a power of two.
-    size = sum(
-        1 << (shard.values.nbytes - 1).bit_length()
-        for name, shard in owned.items()
-        if len(memory.get(name, ())) != len(shard.values)
-    )
+    size = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in values)
     whole = all(shard.whole for shard in owned.values())
     ranks = 1 if whole else env_number("LOCAL_WORLD_SIZE", 1, 1)
     return size + min(size, FILE_BYTES) <= ROOM * available_memory() / ranks
 
 
-def stage(memory: dict[str, Tensor], owned: Shards) -> Shards:
-    """Copy this rank's shards to memory of the host, which saves share."""
-    copies = {}
+def fits(copies: Copies, name: str, shard: TensorShard) -> bool:
+    """Whether the memory of an earlier copy can take a shard."""
+    copy, values = copies.get(name), shard.values
+    return copy is not None and (len(copy), copy.dtype) == (len(values), values.dtype)
+
+
+def copy_to_host(copies: Copies, owned: Shards) -> Shards:
+    """Copy this rank's shards, so that training may change them."""
     for name, shard in owned.items():
         values = shard.values
-        copy = memory.get(name)
-        if copy is None or (len(copy), copy.dtype) != (len(values), values.dtype):
-            memory[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        copies[name] = replace(shard, values=memory[name].copy_(values))
-    return copies
+        if not fits(copies, name, shard):
+            copies[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copies[name].copy_(values)
+    return {name: replace(shard, values=copies[name]) for name, shard in owned.items()}
 
 
-def write_shards(folder: Path, rank: int, shards: Shards, copy: bool = False) -> dict[str, Stamp]:
-    """Write shards and sync them; return the files' stamps, and leave them for the main process.
+def write_shards(folder: Path, rank: int, shards: Shards, copied: bool = True) -> None:
+    """Write shards and sync them; leave the files' stamps for the main process.
 
-    `copy` is for shards that are not staged.
+    `copied`: they are copies on the host already.
     """
+    files: list[dict[str, TensorShard]] = []
+    size = FILE_BYTES
+    for name, shard in shards.items():
+        if size >= FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = shard
+        size += shard.values.nbytes
     stamps = {}
-    for number, batch in enumerate(_batches(shards.items())):
-        offsets = {name: (shard.start, shard.shape) for name, shard in batch}
+    for number, file in enumerate(files):
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
+        offsets = {name: (shard.start, shard.shape) for name, shard in file.items()}
         # safetensors refuses views of the same memory.
-        values = {name: shard.values.to("cpu", copy=copy) for name, shard in batch}
+        values = {name: shard.values.to("cpu", copy=not copied) for name, shard in file.items()}
         save_file(values, path, {OFFSETS: json.dumps(offsets)})
         sync(path)
         stamps[path.name] = stamp(path)
-    write_json(stamps_file(folder, rank), stamps)
-    return stamps
+    write_text(stamps_file(folder, rank), json.dumps(stamps))
 
 
 def stamps_file(folder: Path, rank: int) -> Path:
     """The file in which a rank leaves the stamps of what it wrote."""
-    return folder / f".rank-{rank:05d}.json.tmp"
+    return folder / f"rank-{rank:05d}.stamps.json"
 
 
-def stamps_of_ranks(folder: Path, ranks: int) -> dict[str, Stamp]:
-    """Read the stamps that all ranks leave in the folder of a checkpoint."""
+def take_stamps(folder: Path, ranks: int) -> dict[str, Stamp]:
+    """Read the stamps that all ranks leave in the folder of a checkpoint, and remove them."""
     # If the main process failed alone, others may still write.
     stamps, end = {}, time.monotonic() + 30
     for path in (stamps_file(folder, rank) for rank in range(ranks)):
         while not path.exists() and time.monotonic() < end:
             time.sleep(0.1)
         stamps.update(read_json(path))
+        path.unlink()
     return stamps
-
-
-def _batches(shards: Iterable[tuple[str, TensorShard]]) -> Iterator[list[tuple[str, TensorShard]]]:
-    batch: list[tuple[str, TensorShard]] = []
-    size = 0
-    for name, shard in shards:
-        if batch and size + shard.values.nbytes > FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append((name, shard))
-        size += shard.values.nbytes
-    if batch:
-        yield batch
 
 
 class ShardReader:
@@ -127,34 +125,30 @@ class ShardReader:
 
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._shards: dict[str, list[tuple[int, int, Path]]] = {}
-        """Tensor -> begin, end and file of each of its shards."""
         open_file: Any = safe_open
         self._open = lru_cache(MAX_OPEN)(lambda path: open_file(path, "pt"))
         writers = {path: int(path.name.split("-")[1]) for path in folder.glob("rank-*.safetensors")}
         nearest = rank * (max(writers.values(), default=0) + 1) // ranks
-        self._unread = sorted(writers, key=lambda path: (-abs(writers[path] - nearest), path))
-        """Files whose headers are still unread; the next one is the last."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.cache_clear()
+        self._files = sorted(writers, key=lambda path: (abs(writers[path] - nearest), path))
+        self._headers: dict[Path, dict[str, Any]] = {}
+        """File -> start and whole shape of each tensor in it, if the file was opened."""
 
     def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:
         """Read the values of a shard; `exact` refuses to round them to the shard's type."""
-        begin, end = shard.start, shard.start + shard.values.numel()
-        if begin == end:
-            return
-        filled = 0
-        for start, stop, path in self._shards_of(name):
-            low, high = max(begin, start), min(end, stop)
-            if self.shapes[name] != shard.shape:
+        begin, size = shard.start, shard.values.numel()
+        filled, known = 0, size == 0
+        for path in self._files:
+            if filled == size:
+                return
+            if name not in (header := self._header(path)):
+                continue
+            known, (start, shape) = True, header[name]
+            if tuple(shape) != shard.shape:
                 raise self.mismatch(name)
+            stored = self._open(path).get_slice(name)
+            low, high = max(begin, start), min(begin + size, start + stored.get_shape()[0])
             if low < high:
-                values: Tensor = self._open(path).get_slice(name)[low - start : high - start]
+                values: Tensor = stored[low - start : high - start]
                 if exact and not widens(values.dtype, shard.values.dtype):
                     raise CheckpointError(
                         f"{self.folder}: {name} is {dtype_name(values.dtype)} there and would be "
@@ -163,14 +157,13 @@ class ShardReader:
                     )
                 shard.values[low - begin : high - begin].copy_(values)
                 filled += high - low
-            if filled == end - begin:
-                return
-        if name not in self.shapes:
+        if not known:
             raise self.mismatch(name)
-        raise CheckpointError(
-            f"{self.folder}: {name} has only {filled:,} of {end - begin:,} numbers; "
-            "files of some rank are missing: all nodes must write to one file system"
-        )
+        if filled < size:
+            raise CheckpointError(
+                f"{self.folder}: {name} has only {filled:,} of {size:,} numbers; "
+                "files of some rank are missing: all nodes must write to one file system"
+            )
 
     def mismatch(self, name: str) -> CheckpointError:
         """Name a tensor that the model here has otherwise, or not at all."""
@@ -179,28 +172,10 @@ class ShardReader:
             "or other weights of it were trained"
         )
 
-    def _shards_of(self, name: str) -> Iterator[tuple[int, int, Path]]:
-        """Yield the shards of a tensor; headers of more files are read only when needed."""
-        number = 0
-        while True:
-            shards = self._shards.get(name, [])
-            if number < len(shards):
-                yield shards[number]
-                number += 1
-            elif not self._read_next():
-                return
-
-    def _read_next(self) -> bool:
-        """Read the header of one more file; return False if none is left."""
-        if not self._unread:
-            return False
-        path = self._unread.pop()
-        file = self._open(path)
-        for name, (start, shape) in json.loads(file.metadata()[OFFSETS]).items():
-            values = file.get_slice(name)
-            self._shards.setdefault(name, []).append((start, start + values.get_shape()[0], path))
-            self.shapes[name] = tuple(shape)
-        return True
+    def _header(self, path: Path) -> dict[str, Any]:
+        if path not in self._headers:
+            self._headers[path] = json.loads(self._open(path).metadata()[OFFSETS])
+        return self._headers[path]
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:

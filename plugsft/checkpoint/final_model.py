@@ -1,5 +1,6 @@
 """The trained model as a Hugging Face folder: gathered, written, read back, and only then named."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..base.atomic import publish, write_json
+from ..base.atomic import publish
 from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
@@ -34,16 +35,16 @@ def ensure_saveable(model: Any) -> None:
         return
     twin = meta_copy(model)
     state = {**dict(twin.named_parameters()), **persistent_buffers(twin)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
+    kept = tensors_to_save(twin, state)
     try:
-        written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
+        written = revert_weight_conversion(twin, dict(kept))
         made, _ = group_tensors(twin, {name: tensor.shape for name, tensor in written.items()})
     except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
     lost = [
         name
-        for name, shape in wanted.items()
-        if name not in made or made[name].shapes[name] != shape
+        for name, tensor in kept.items()
+        if name not in made or made[name].shapes[name] != tuple(tensor.shape)
     ]
     if lost:
         raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
@@ -69,33 +70,38 @@ def save_model(
     plain: Any = held.plain
     # The folder of an adapter holds what was trained; its base stays where it is.
     dtype = getattr(torch, recipe.model.dtype)
-    adapter = hasattr(plain, "peft_config")
+    is_adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
     shards: dict[str, TensorShard] = {}
-    for name, parameter in held.parameters(trained=adapter).items():
+    for name, parameter in held.parameters(trained=is_adapter).items():
         whole = held.whole(parameter)
         if accelerator.is_main_process:
             shards[name] = held.shard(parameter)
-            weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
+            weights[name] = whole.to("cpu", None if is_adapter else dtype).contiguous()
     with agreed("writing the trained model"):
         if accelerator.is_main_process:
-            buffers = {} if adapter else persistent_buffers(plain)
+            buffers = {} if is_adapter else persistent_buffers(plain)
             shards |= {name: shard_of(buffer) for name, buffer in buffers.items()}
             end_generation(plain, tokenizer)
             with publish(recipe.folder / "model", replace=True) as folder:
                 plain.save_pretrained(folder, state_dict=weights | buffers)
-                if not adapter:
+                if not is_adapter:
                     # transformers writes the type of the weights in memory.
                     plain.config.dtype = dtype
                     plain.config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-                if adapter:
-                    write_json(folder / BASE, {"files": base})
+                if is_adapter:
+                    write_base(folder, base)
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:
                     files = WeightFiles(meta_copy(plain), find_weight_files(str(folder), None))
                     ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
+
+
+def write_base(folder: Path, files: str) -> None:
+    """Note the checksum of the files that adapters go with."""
+    (folder / BASE).write_text(json.dumps({"files": files}))
 
 
 def ensure_written(

@@ -12,18 +12,18 @@ from ..recipe.parse import anchored, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-FORMAT = 5
+FORMAT = 6
 """Version of a checkpoint's files."""
 STATE, LOCK = "state.json", ".lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
 WEIGHT_FILES = "the weights in the model's files"
 """The input of a run whose checksum says what its model was loaded from."""
-# Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
-# their options that affect results themselves. Data are compared by the checksum of their tokens:
-# files may be moved, but not changed.
+# How recipe keys begin that may differ when a run resumes: paths, batch layout and logging. Plugins
+# name their options that affect results themselves. Data are compared by the checksum of their
+# tokens: files may be moved, but not changed.
 MAY_DIFFER = (
     "output",
-    "data.source",
+    "data.source",  # and sources, but for their weights
     "data.split",
     "device",
     "train.micro_batch",
@@ -32,7 +32,7 @@ MAY_DIFFER = (
     "checkpoint.every",
     "checkpoint.keep",  # and keep_best
     "eval.",
-    "plugins.",
+    "plugins",
 )
 
 
@@ -43,42 +43,47 @@ def open_lock(folder: Path) -> TextIO:
 
 
 def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
-    """Return the keys that affect results, of the recipe and of its plugins."""
-    keys = {
-        key: value
-        for key, value in flatten(anchored(recipe)).items()
-        if key != "plugins" and not key.startswith(MAY_DIFFER)
-    }
-    return keys | active.options_affecting_results()
+    """The keys that affect results, of the recipe and of its plugins."""
+    return own_keys(anchored(recipe)) | active.options_affecting_results()
+
+
+def own_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe that affect results, without those of its plugins."""
+    keys = {key: value for key, value in flatten(tables).items() if not key.startswith(MAY_DIFFER)}
+    sources = tables["data"].get("sources") or [{}]
+    keys["data.sources.weight"] = [source.get("weight", 1) for source in sources]
+    return keys
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint's state.json; refuse another version's."""
-    facts = read_json(path / STATE)
-    if facts.get("format") != FORMAT:
+    state = read_json(path / STATE)
+    if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: was written by another version of plugsft (format {facts.get('format')}; "
+            f"{path}: was written by another version of plugsft (format {state.get('format')}; "
             f"this one reads {FORMAT}): resume with that version"
         )
-    return facts
+    return state
 
 
 def ensure_same_run(
     path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, if their checksums are given, of other inputs."""
-    facts = read_state(path)
+    state = read_state(path)
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
-    then = defaults_of(now) | facts["recipe"]
+    then = defaults_of(now) | state["recipe"]
     differing = [
         f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    for name, checksum in inputs.items():
-        if facts["inputs"].get(name) != checksum:
-            differing.append(f"{name} have changed")
+    differing += [
+        f"{name} have changed"
+        for name, checksum in inputs.items()
+        if state["inputs"].get(name) != checksum
+    ]
     if differing:
         model, more = recipe.folder / "model", ""
         if (model / "config.json").is_file():
@@ -87,9 +92,9 @@ def ensure_same_run(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
             f"Undo the changes, or start again in another output folder (output=...){more}"
         )
-    if inputs and facts["plugins"] != recipe.plugins:
+    if inputs and state["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
-    return facts
+    return state
 
 
 def _show(value: Any) -> str:

@@ -6,7 +6,7 @@ They are written atomically, without pickles, and only for their own recipe.
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from ..base.atomic import (
-    Stamp,
     begin_folder,
     damage,
     discard,
     finish,
     is_published,
     list_checkpoints,
-    parse_step,
     remove,
     step_folder,
-    write_json,
     writing,
 )
 from ..base.console import say
@@ -37,11 +33,13 @@ from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, 
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from .files import (
+    Copies,
     ShardReader,
+    Shards,
+    copy_to_host,
     host_has_room,
     owned_shards,
-    stage,
-    stamps_of_ranks,
+    take_stamps,
     write_shards,
 )
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock
@@ -56,24 +54,24 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A checkpoint whose numbers are being written."""
+class Pending:
+    """A checkpoint that is being written."""
 
     step: int
+    best: Best | None
+    """The best evaluation up to this step."""
     folder: Path
     """The unfinished folder, into which all ranks write."""
-    facts: Mapping[str, Any]
-    """The content of state.json."""
-    task: Future[dict[str, Stamp]]
-    """Writes this rank's numbers; gives the stamps of its files."""
+    task: Future[None]
+    """Writes this rank's files."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     `begin` copies this rank's state; a thread writes the copies while the training goes on. Once
-    all ranks have written, `publish` adds state.json and gives the folder its name. Collectives
-    stay on the main thread.
+    all ranks have written, `publish` gives the folder its name. Collectives stay on the main
+    thread.
     """
 
     def __init__(
@@ -89,23 +87,24 @@ class Checkpoints:
         self._recipe, self._active, self._inputs = recipe, active, inputs
         self._state = state
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
-        self.saved = 0
+        self.begun = 0
         """The step of the last checkpoint, which may still be in the background."""
+        self.published = 0
+        """The step of the last checkpoint that is complete and has its name."""
         self.best: Best | None = None
         """The best evaluation, if the recipe keeps it."""
-        self.published = 0
-        """The step of the last checkpoint that is complete."""
         self.evaluated = 0
         """The step of the last evaluation that came to its end."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
-        self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
+        self._thread, self._copies = ThreadPoolExecutor(1), Copies()
         self._say_once = cache(say)
-        self._saving: Saving | None = None
+        self._pending: Pending | None = None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step."""
-        best = self.best and self.best.step
-        return step in (best, self._steps) or (self._every > 0 and step % self._every == 0)
+        is_best = self.best is not None and self.best.step == step
+        regular = self._every > 0 and step % self._every == 0
+        return is_best or regular or step == self._steps
 
     def compare(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note an evaluation; compare it with the best one, if the recipe keeps it."""
@@ -135,7 +134,7 @@ class Checkpoints:
             return
         with agreed("copying the state of the plugins"):
             states = copy.deepcopy(self._active.state_dicts())
-        self._load([step_folder(self.folder, best.step)], goes_on=False)
+        self._load([step_folder(self.folder, best.step)], needs_optimizer=False)
         yield best.step
         with agreed("restoring the state of the plugins"):
             self._active.load_state_dicts(states)
@@ -148,123 +147,129 @@ class Checkpoints:
 
     def begin(self, step: int) -> None:
         """Begin a checkpoint of a finished step; the last one must be published."""
-        if self.saved == step:
+        if self.begun == step:
             return
         operation, folder = f"saving step {step}", None
         with agreed(operation):
             described, shards = self._state.describe(self._active.state_dicts())
             text = json.dumps(described)
         if not are_alike(text):
-            described["refused"] = find_difference(described)
+            described["refused"] = difference_between_ranks(described)
         if refused := described["refused"]:
             self._say_once(f"warning: checkpoints of this run cannot be resumed: {refused}")
         owned = owned_shards(self._rank, shards)
         # All ranks measure before one copies.
-        copies = all_done(host_has_room(self._memory, owned))
+        copied = all_done(host_has_room(self._copies, owned))
         target = step_folder(self.folder, step)
         with agreed(operation), writing(target):
-            if copies:
-                owned = stage(self._memory, owned)
+            if copied:
+                owned = copy_to_host(self._copies, owned)
             if self._rank == 0:
                 folder = begin_folder(target)
         folder = from_main(folder)
-        facts: dict[str, Any] = {
+        state = {
             "format": FORMAT,
             "step": step,
             "best": self.best,
             "evaluated": self.evaluated,
             "recipe": keys_affecting_results(self._recipe, self._active),
             "plugins": self._recipe.plugins,
-            "sharding": self._state.weights.sharding(),
             "inputs": self._inputs,
             **described,
         }
-        task = self._thread.submit(write_shards, folder, self._rank, owned, not copies)
-        if not copies:
+        task = self._thread.submit(self._write, folder, state, owned, copied)
+        if not copied:
             self._say_once(
                 "warning: the host has too little free memory for copies of a checkpoint; training "
                 "stops while checkpoints are written"
             )
             task.exception()  # waits
-        self._saving, self.saved = Saving(step, folder, facts, task), step
+        self._pending, self.begun = Pending(step, self.best, folder, task), step
+
+    def _write(self, folder: Path, state: Mapping[str, Any], owned: Shards, copied: bool) -> None:
+        """Write this rank's files, in the thread."""
+        if self._rank == 0:
+            (folder / STATE).write_text(json.dumps(state, indent=1))
+        write_shards(folder, self._rank, owned, copied)
 
     def publish(self, wait: bool = False) -> int | None:
         """Publish the last checkpoint once all ranks have written it; return its step.
 
         Without `wait`, None says that a rank still writes.
         """
-        saving = self._saving
-        if saving is None or not (wait or all_done(saving.task.done())):
+        pending = self._pending
+        if pending is None or not (wait or all_done(pending.task.done())):
             return None
-        self._saving = None  # also if the next lines fail
-        operation, target = f"saving step {saving.step}", step_folder(self.folder, saving.step)
+        self._pending = None  # also if the next lines fail
+        operation, target = f"saving step {pending.step}", step_folder(self.folder, pending.step)
         try:
             with agreed(operation), writing(target):
-                saving.task.result()
-            with agreed(operation), writing(target):
-                self._finish(saving)
+                pending.task.result()
+            with agreed(operation), writing(target):  # now that all ranks have written
+                self._name(pending)
         except BaseException:
             if self._rank == 0:
-                remove(saving.folder)
+                remove(pending.folder)
             raise
         if self._rank == 0:
-            self._thread.submit(self._remove_oldest, saving.step, saving.facts["best"])
-        self.published = saving.step
-        return saving.step
+            self._thread.submit(self._remove_oldest, pending.step, pending.best)
+        self.published = pending.step
+        return pending.step
 
     def rescue(self) -> None:
         """Publish the last checkpoint, if all ranks have written it; they cannot agree any more."""
         with suppress(Exception):  # the first failure ends the run
-            if self._saving:
-                self._saving.task.result()
-                self._finish(self._saving)
+            if self._pending:
+                self._pending.task.result()
+                self._name(self._pending)
 
-    def _finish(self, saving: Saving) -> None:
-        """Add state.json, and give the folder its name."""
+    def _name(self, pending: Pending) -> None:
+        """Give the folder its name."""
         if self._rank == 0:
-            stamps = stamps_of_ranks(saving.folder, self._ranks)
-            stamps[STATE] = write_json(saving.folder / STATE, saving.facts)
-            finish(saving.folder, step_folder(self.folder, saving.step), lambda _: False, stamps)
+            stamps = take_stamps(pending.folder, self._ranks)
+            target = step_folder(self.folder, pending.step)
+            finish(pending.folder, target, lambda _: False, stamps)
 
     def _remove_oldest(self, step: int, best: Best | None) -> None:
         """Remove all but the newest checkpoints and the best; warn where that fails."""
+        found = list_checkpoints(self.folder)
         # Later ones belong to the run that this one resumed from.
-        paths = [it for it in list_checkpoints(self.folder) if (parse_step(it) or 0) <= step]
-        keep, kept = self._recipe.checkpoint.keep, best and step_folder(self.folder, best.step)
-        for old in (path for path in paths[:-keep] if path != kept):
+        own = found[: found.index(step_folder(self.folder, step)) + 1]
+        keep_last = self._recipe.checkpoint.keep
+        best_folder = best and step_folder(self.folder, best.step)
+        for path in own[:-keep_last]:
             try:
-                discard(old)
+                if path != best_folder:
+                    discard(path)
             except (DiskError, OSError) as error:
                 reason = reason_of(error)
-                say(f"warning: {old} could not be removed ({reason}); it still takes disk space")
+                say(f"warning: {path} could not be removed ({reason}); it still takes disk space")
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
         """Go on from the first undamaged checkpoint, if any."""
-        if saved := self._load(checkpoints):
-            self.saved = self.published = saved["step"]
-            self.evaluated = saved["evaluated"]
-            self.best = self._best_of(saved)
+        if state := self._load(checkpoints):
+            self.begun = self.published = state["step"]
+            self.evaluated = state["evaluated"]
+            self.best = self._remaining_best(state["best"])
 
-    def _load(self, checkpoints: Sequence[Path], goes_on: bool = True) -> dict[str, Any]:
+    def _load(self, checkpoints: Sequence[Path], needs_optimizer: bool = True) -> dict[str, Any]:
         """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
         path = first_undamaged(checkpoints, (self._rank, self._ranks))
         if path is None:
             return {}
-        with (
-            ShardReader(path, self._rank, self._ranks) as reader,
-            agreed(f"reading {path.name}"),
-        ):
-            saved = ensure_same_run(path, self._recipe, self._active, self._inputs)
-            self._active.load_state_dicts(self._state.restore(reader, saved, goes_on))
-        return saved
+        with agreed(f"reading {path.name}"):
+            state = ensure_same_run(path, self._recipe, self._active, self._inputs)
+            reader = ShardReader(path, self._rank, self._ranks)
+            self._active.load_state_dicts(self._state.restore(reader, state, needs_optimizer))
+        return state
 
-    def _best_of(self, saved: dict[str, Any]) -> Best | None:
-        """Forget the best evaluation that a checkpoint knows if its own checkpoint is missing."""
-        if self._recipe.checkpoint.keep_best is None or not saved.get("best"):
+    def _remaining_best(self, best: Collection[Any] | None) -> Best | None:
+        """The best evaluation that a checkpoint knows, if the checkpoint of the best is there."""
+        if self._recipe.checkpoint.keep_best is None or best is None:
             return None
-        best = Best(*saved["best"])
-        if is_published(folder := step_folder(self.folder, best.step)):
-            return best
+        known = Best(*best)
+        if is_published(folder := step_folder(self.folder, known.step)):
+            return known
         say(
             f"warning: the best checkpoint so far, {folder}, is missing; model/ will be the best "
             "of the steps from here"
@@ -283,24 +288,23 @@ def ensure_one_output(recipe: Recipe) -> None:
     ensure_alike(facts, "Give an output on a file system that all machines share")
 
 
-def find_difference(described: Mapping[str, Any]) -> str:
-    """Name the first part of the state in which a rank differs from the main process."""
-    own = dict(leaves(described))
-    main = from_main(own)
-    differing = [path for path in {**main, **own} if main.get(path) != own.get(path)]
-    first = next(filter(None, gathered(differing[:1])))
-    return f"{first[0]} differs between ranks"
+def difference_between_ranks(described: Mapping[str, Any]) -> str:
+    """Name the first part of the state in which ranks differ; a collective."""
+    ranks = gathered(dict(leaves(described)))
+    paths = dict.fromkeys(path for rank in ranks for path in rank)
+    differing = [path for path in paths if len({rank.get(path) for rank in ranks}) > 1]
+    return f"{differing[0]} differs between ranks"
 
 
 def leaves(described: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each value: as text, NaN equals itself."""
     if isinstance(described, list):
         described = dict(enumerate(described))
-    if isinstance(described, Mapping) and described:
-        for key, value in described.items():
-            yield from leaves(value, f"{path}/{key}" if path else str(key))
-    else:
-        yield path, json.dumps(described)
+    if not isinstance(described, Mapping) or not described:
+        yield path.removesuffix("/"), json.dumps(described)
+        return
+    for key, value in described.items():
+        yield from leaves(value, f"{path}{key}/")
 
 
 def first_undamaged(checkpoints: Sequence[Path], share: tuple[int, int]) -> Path | None:

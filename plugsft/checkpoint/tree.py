@@ -4,9 +4,9 @@ A tensor like its weight, of equal shape and divided equally, is stored by the r
 hold. Any other must be equal on all ranks; the first one writes it, or a small one is in the JSON.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -36,6 +36,23 @@ TENSORS = (Tensor, torch.nn.Parameter, DTensor)
 RESUME_ALIKE = "resume with the launcher and the number of ranks that wrote it"
 
 
+class Place(NamedTuple):
+    """Where this rank's numbers of a weight lie, in any tensor that is like it."""
+
+    like: Any
+    """The weight; under ZeRO-3 a flat tensor, which it shares with other weights."""
+    shard: Callable[[Any], TensorShard]
+    """This rank's shard of the weight in a tensor like that."""
+
+
+def place_of_slice(weight: Any) -> Place:
+    """Where the numbers lie in a plugin's `WeightSlice`: a plain tensor on each rank."""
+    shard = shard_of(weight)
+    return Place(
+        local_values(weight), lambda values: replace(shard, values=values.detach().reshape(-1))
+    )
+
+
 class Unstorable(Exception):
     """A value that no checkpoint can store."""
 
@@ -52,56 +69,57 @@ class Encoder:
     """The model's parameters by name: plugins may keep slices of them."""
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
-    def __call__(self, value: Any, name: str, slot: Any = None) -> Any:
-        """Describe a value; `slot` is given if it belongs to the state of a weight."""
+    def __call__(self, value: Any, name: str, place: Place | None = None) -> Any:
+        """Describe a value; `place` is that of its weight, if it belongs to one."""
         if isinstance(value, np.generic):
             return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, WeightSlice):
-            return self._weight_slice(value, name)
+            described = self._tensor(value.values, name, self._place_of(value, name))
+            return {"slice": [value.weight, described]}
         if isinstance(value, Tensor):
-            return self._tensor(value, name, slot)
+            return self._tensor(value, name, place)
         if isinstance(value, list | tuple):
             kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self(item, f"{name}/{n}", slot) for n, item in enumerate(value)]}
+            return {kind: [self(item, f"{name}/{n}", place) for n, item in enumerate(value)]}
         if isinstance(value, Mapping) and all(isinstance(key, KEYS) for key in value):
-            pairs = [[key, self(item, f"{name}/{_part(key)}", slot)] for key, item in value.items()]
-            return {"dict": pairs}
+            items = [(key, item, f"{name}/{_part(key)}") for key, item in value.items()]
+            return {"dict": [[key, self(item, inside, place)] for key, item, inside in items]}
         raise Unstorable(name, _kind(value))
 
-    def _tensor(self, tensor: Any, name: str, slot: Any) -> dict[str, Any]:
+    def _tensor(self, tensor: Any, name: str, place: Place | None) -> dict[str, Any]:
         if type(tensor) not in TENSORS:
             raise Unstorable(name, _kind(tensor))
-        described: dict[str, Any] = {"tensor": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
-        if tensor.device.type != (self.device if slot is None else slot.tensor.device).type:
+        described: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+        if tensor.device.type != home_of(self.device, place).type:
             described["host"] = True
-        if slot is not None and _is_like(tensor, slot.tensor):
-            shard = self.shards[name] = slot.part(tensor)
-            return described | {"shape": [*shard.shape], "like_weight": name}
-        if isinstance(tensor, DTensor):
+        if place is not None and _is_like(tensor, place.like):
+            shard = self.shards[name] = place.shard(tensor)
+            described |= {"shape": [*shard.shape], "like_weight": name}
+        elif isinstance(tensor, DTensor):
             raise Unstorable(name, "DTensor of another shape than its weight")
-        if tensor.numel() <= MAX_JSON_NUMBERS and not tensor.is_complex():
-            return described | {"values": tensor.tolist()}
-        self.shards[name] = shard_of(tensor.contiguous())
-        return described | {"whole": name, "checksum": _checksum(tensor)}
+        elif tensor.numel() <= MAX_JSON_NUMBERS and not tensor.is_complex():
+            described["values"] = tensor.tolist()
+        else:
+            self.shards[name] = shard_of(tensor.contiguous())
+            described |= {"on_each_rank": name, "checksum": _checksum(tensor)}
+        return {"tensor": described}
 
-    def _weight_slice(self, weight_slice: WeightSlice, name: str) -> dict[str, Any]:
-        weight, values = weight_slice.weight, weight_slice.values
+    def _place_of(self, weight_slice: WeightSlice, name: str) -> Place:
+        weight, shape = weight_slice.weight, weight_slice.values.shape
         if weight not in self.weights:
             raise PluginError(
                 f"{where_in_plugin(name)} is a slice of '{weight}', and the model has no weight of "
                 "that name"
             )
-        if values.shape != (shape := local_values(self.weights[weight]).shape):
+        place = place_of_slice(self.weights[weight])
+        if shape != place.like.shape:
             raise PluginError(
-                f"{where_in_plugin(name)} has shape {[*values.shape]}; this rank's slice of "
-                f"{weight} has {[*shape]}"
+                f"{where_in_plugin(name)} has shape {[*shape]}; this rank's slice of "
+                f"{weight} has {[*place.like.shape]}"
             )
-        shard = shard_of(self.weights[weight])
-        self.shards[name] = TensorShard(values.detach().reshape(-1), shard.start, shard.shape)
-        host = values.device.type != self.device.type
-        return {"slice": name, "of": weight, "dtype": dtype_name(values.dtype), "host": host}
+        return place
 
 
 @dataclass
@@ -115,67 +133,61 @@ class Decoder:
     same_sharding: bool
     """Whether the weights are divided as in the checkpoint."""
 
-    def __call__(self, described: Any, where: str, slot: Any = None) -> Any:
-        """Make a value; `where` names it in errors, `slot` is as for the encoder."""
+    def __call__(self, described: Any, where: str, place: Place | None = None) -> Any:
+        """Make a value; `where` names it in errors, `place` is as for the encoder."""
         if not isinstance(described, Mapping):
             return described
-        if "tensor" in described:
-            return self._tensor(described, where, slot)
-        if "slice" in described:
-            return self._weight_slice(described)
-        [(kind, items)] = described.items()
+        [(kind, content)] = described.items()  # a dictionary is a list of pairs below "dict"
+        if kind == "tensor":
+            return self._tensor(content, where, place)
+        if kind == "slice":
+            name, values = content
+            if name not in self.weights:
+                raise self.reader.mismatch(name)
+            return WeightSlice(name, self(values, where, place_of_slice(self.weights[name])))
         if kind == "numpy":
-            dtype, value = items
+            dtype, value = content
             return np.dtype(dtype).type(value)
         if kind == "dict":
-            return {key: self(item, f"{where}/{key}", slot) for key, item in items}
-        values = [self(item, f"{where}/{n}", slot) for n, item in enumerate(items)]
+            return {key: self(item, f"{where}/{key}", place) for key, item in content}
+        values = [self(item, f"{where}/{n}", place) for n, item in enumerate(content)]
         return tuple(values) if kind == "tuple" else values
 
-    def fill(self, described: Mapping[str, Any], slot: Any, tensor: Tensor) -> Tensor:
-        """Read a weight's part of a state like it."""
-        shard, name = slot.part(tensor), described["like_weight"]
+    def _tensor(self, described: Mapping[str, Any], where: str, place: Place | None) -> Tensor:
+        dtype, shape = dtype_named(described["dtype"]), described["shape"]
+        device = torch.device("cpu") if described.get("host") else home_of(self.device, place)
+        if place is not None and "like_weight" in described:
+            like = torch.zeros_like(
+                place.like,
+                dtype=dtype,
+                requires_grad=False,
+                memory_format=torch.contiguous_format,
+            )
+            return self.fill(described, place, like.to(device))
+        if place is not None and shape and not self.same_sharding:
+            raise CheckpointError(
+                f"{self.reader.folder}: {where} has another shape than its weight "
+                f"and cannot be divided otherwise exactly: {RESUME_ALIKE}"
+            )
+        if "values" in described:
+            return torch.tensor(described["values"], dtype=dtype, device=device).reshape(shape)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.reader.fill(described["on_each_rank"], shard_of(tensor))
+        return tensor
+
+    def fill(self, described: Mapping[str, Any], place: Place, tensor: Tensor) -> Tensor:
+        """Read a weight's numbers in a tensor like it."""
+        shard, name = place.shard(tensor), described["like_weight"]
         if [*shard.shape] != described["shape"]:
             raise self.reader.mismatch(name)
         self.reader.fill(name, shard)
         return tensor
 
-    def _tensor(self, described: Mapping[str, Any], where: str, slot: Any) -> Tensor:
-        dtype, shape = dtype_named(described["tensor"]), described["shape"]
-        if "like_weight" in described:
-            tensor = torch.zeros_like(
-                slot.tensor,
-                dtype=dtype,
-                requires_grad=False,
-                memory_format=torch.contiguous_format,
-            )
-            return self.fill(described, slot, tensor)
-        if slot is not None and shape and not self.same_sharding:
-            raise CheckpointError(
-                f"{self.reader.folder}: {where} has another shape than its weight "
-                f"and cannot be divided otherwise exactly: {RESUME_ALIKE}"
-            )
-        device = self.device if slot is None else slot.tensor.device
-        device = torch.device("cpu") if described.get("host") else device
-        if "values" in described:
-            return torch.tensor(described["values"], dtype=dtype, device=device).reshape(shape)
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.reader.fill(described["whole"], shard_of(tensor))
-        return tensor
 
-    def _weight_slice(self, described: Mapping[str, Any]) -> WeightSlice:
-        name = described["of"]
-        if name not in self.weights:
-            raise self.reader.mismatch(name)
-        shard = shard_of(self.weights[name])
-        values = torch.empty_like(
-            local_values(self.weights[name]),
-            dtype=dtype_named(described["dtype"]),
-            device="cpu" if described["host"] else self.device,
-            memory_format=torch.contiguous_format,
-        )
-        self.reader.fill(described["slice"], TensorShard(values.view(-1), shard.start, shard.shape))
-        return WeightSlice(name, values)
+def home_of(device: torch.device, place: Place | None) -> torch.device:
+    """The device of a tensor that is not described as on the host."""
+    home: torch.device = device if place is None else place.like.device
+    return home
 
 
 def where_in_plugin(name: str) -> str:

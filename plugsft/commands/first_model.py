@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..base.console import is_terminal, say
 from ..registry.load import load
-from ..start.train import Resume, train_recipe
+from ..start.train import Start, train_recipe
 from .load_recipe import OFFLINE
 from .model import chat
 from .starting_files import write_missing
@@ -31,7 +31,7 @@ def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None
     os.chdir(folder)  # the paths of a recipe are those of the folder in which it runs
     recipe = Path(f"recipes/{KIND}.toml")
     loaded, active = load(recipe, overrides)
-    train_recipe(loaded, active, recipe, Resume(overwrite=overwrite))
+    train_recipe(loaded, active, recipe, Start(overwrite=overwrite))
     run = loaded.folder
     say(f"\n> {QUESTION}")
     chat(run, ask=[QUESTION])

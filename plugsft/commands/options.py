@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..start.train import Resume
+from ..start.train import Start
 
 RECIPES = (".toml", ".yaml", ".yml", ".json")
 """Endings of recipe files."""
@@ -73,7 +73,7 @@ def train_words(
     recipe: Path,
     overrides: Sequence[str] | None,
     without: Sequence[str] | None,
-    start: Resume,
+    start: Start,
 ) -> list[str]:
     """Return the words of the command that trains this recipe from this start."""
     options = {

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..start.train import Resume, train_recipe
+from ..start.train import Start, train_recipe
 from .options import (
     Overrides,
     Overwrite,
@@ -31,7 +31,7 @@ def train(
     from .load_recipe import load_recipe
 
     loaded, active = load_recipe(recipe, overrides, without)
-    start = Resume(resume, resume_auto, resume_from, overwrite)
+    start = Start(resume, resume_auto, resume_from, overwrite)
     train_recipe(loaded, active, recipe, start)
 
 
@@ -77,7 +77,7 @@ def launch(
     from .load_recipe import load_recipe
 
     loaded, active = load_recipe(recipe, overrides, without)
-    start = Resume(resume, resume_auto, resume_from, overwrite)
+    start = Start(resume, resume_auto, resume_from, overwrite)
     start.ensure_possible()
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before torch is imported.

@@ -16,14 +16,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..base.atomic import MANIFEST, publish, temporary_ending, write_json
+from ..base.atomic import MANIFEST, publish, temporary_ending
 from ..base.checksums import file_digest
 from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..checkpoint.files import ShardReader
-from ..checkpoint.final_model import BASE
+from ..checkpoint.final_model import write_base
 from ..checkpoint.same_run import STATE, WEIGHT_FILES, read_json
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
@@ -262,8 +262,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
-    with torch.no_grad(), ShardReader(path) as reader:
-        ensure_same_parameters(reader, trained, state["weights"])
+    reader = ShardReader(path)
+    ensure_same_parameters(reader, trained, state["weights"])
+    with torch.no_grad():
         for weight_name, weight in trained.items():
             reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
@@ -271,7 +272,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():
-            write_json(building / BASE, {"files": state["inputs"][WEIGHT_FILES]})
+            write_base(building, state["inputs"][WEIGHT_FILES])
         add_card(building, path, name)
 
 

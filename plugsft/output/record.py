@@ -22,8 +22,13 @@ from ..tokens.store import Tokens
 from .metrics import SAMPLES, read_metrics
 
 AVERAGED = (
-    *("step_seconds", "data_wait_seconds", "tokens", "trained_tokens"),
-    *("padding", "examples_per_micro_batch", "imbalance"),
+    "step_seconds",
+    "data_wait_seconds",
+    "tokens",
+    "trained_tokens",
+    "padding",
+    "examples_per_micro_batch",
+    "imbalance",
 )
 """Metrics of each step that the record averages."""
 SHOWN = ("accuracy", "margin")
@@ -73,9 +78,9 @@ class Record:
             clear(self.folder)
         (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
-        path = self.folder / "metrics.jsonl"
+        path, samples = self.folder / "metrics.jsonl", self.folder / SAMPLES
         lines = keep_lines(path, done, evaluates)
-        if not keep_lines(samples := self.folder / SAMPLES, done, evaluates):
+        if not keep_lines(samples, done, evaluates):
             samples.unlink()
         # The means at the end count the steps before a resume, too.
         known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]

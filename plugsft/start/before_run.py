@@ -18,7 +18,7 @@ from ..base.atomic import (
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
 from ..base.machine import Machine
-from ..checkpoint.same_run import MAY_DIFFER, STATE, ensure_same_run
+from ..checkpoint.same_run import STATE, ensure_same_run, own_keys
 from ..output.folder import (
     describe_results,
     ensure_ours,
@@ -33,12 +33,12 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 
 if TYPE_CHECKING:
-    from .train import Resume
+    from .train import Start
 
 
 @contextmanager
 def output_folder(
-    recipe: Recipe, active: Active, machine: Machine, resume: Resume
+    recipe: Recipe, active: Active, machine: Machine, start: Start
 ) -> Iterator[Sequence[Path] | None]:
     """Lock the output folder for one run; yield the checkpoints to resume from.
 
@@ -50,7 +50,7 @@ def output_folder(
         if machine.is_main:
             for folder in (recipe.folder, recipe.folder / "checkpoints"):
                 sweep(folder)
-        checkpoints = checkpoints_to_resume(recipe, active, resume)
+        checkpoints = checkpoints_to_resume(recipe, active, start)
         if checkpoints is None:
             yield None
             return
@@ -59,18 +59,18 @@ def output_folder(
     say(f"report: {recipe.folder / 'report.html'}")
 
 
-def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Sequence[Path] | None:
+def checkpoints_to_resume(recipe: Recipe, active: Active, start: Start) -> Sequence[Path] | None:
     """Find the checkpoints to try, in order; None if the run has finished already."""
-    folder, path = recipe.folder, resume.path
+    folder, path = recipe.folder, start.path
     if path is not None and not is_published(path):
         raise CheckpointError(
             f"--resume-from {path}: is no checkpoint folder{_existing(recipe, path)}"
         )
-    if resume.auto and not list_checkpoints(folder / "checkpoints") and is_finished(recipe):
+    if start.auto and not list_checkpoints(folder / "checkpoints") and is_finished(recipe):
         return None
-    latest = resume.latest or (resume.auto and has_checkpoint(recipe))
+    latest = start.latest or (start.auto and has_checkpoint(recipe))
     own = path is not None and path.resolve().is_relative_to(folder.resolve())
-    if not (resume.overwrite or resume.auto or latest or own) and (
+    if not (start.overwrite or start.auto or latest or own) and (
         results := describe_results(folder)
     ):
         raise RecipeError(f"output: {recipe.output} holds {results}")
@@ -90,12 +90,13 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         return False
     if step not in (None, run.steps.total):
         return False
-    now = flatten(anchored(recipe, "json"))
-    # A key that is newer than the run had its default.
-    then = defaults_of(now) | flatten(read_recipe(folder))
-    same = tuple(key for key in MAY_DIFFER if key != "plugins.")
-    keys = (key for key in {*then, *now} - {"plugins"} if not key.startswith(same))
-    if changed := sorted(k for k in keys if then.get(k) != now.get(k)):
+    then, now = (
+        own_keys(tables) | flatten({"plugins": tables.get("plugins", {})})
+        for tables in (read_recipe(folder), anchored(recipe, "json"))
+    )
+    then = defaults_of(now) | then  # a key that is newer than the run had its default
+    keys = {*then, *now} - {"plugins"}
+    if changed := sorted(key for key in keys if then.get(key) != now.get(key)):
         raise RecipeError(
             f"output: {recipe.output} holds another recipe's finished run: {', '.join(changed)} "
             "changed since; undo that, or give another output"

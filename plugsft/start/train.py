@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Resume:
+class Start:
     """Where a run starts: at step 1, or at a checkpoint."""
 
     latest: bool = False
@@ -36,7 +36,7 @@ class Resume:
             raise RecipeError("--resume-auto takes the latest checkpoint; leave out --resume-from")
 
 
-def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> None:
+def train_recipe(recipe: Recipe, active: Active, path: Path, start: Start) -> None:
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
