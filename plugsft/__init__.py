@@ -27,7 +27,7 @@ from .base.types import (
     TokenNll,
     WeightSlice,
 )
-from .hooks import ModelLoad, Ranks, Run, RunModel, Work, hookimpl, plugin, state
+from .hooks import ModelLoad, Ranks, Run, RunModel, ShardWriter, hookimpl, plugin, state
 from .model.answer_loss import AnswerLoss
 from .recipe.capabilities import Capability
 from .recipe.tables import Data, Folder, Place, Recipe, Train
@@ -57,11 +57,11 @@ __all__ = [
     "Run",
     "RunModel",
     "Shard",
+    "ShardWriter",
     "Slice",
     "TokenNll",
     "Train",
     "WeightSlice",
-    "Work",
     "cache_folder",
     "child_environment",
     "damage",

@@ -50,23 +50,17 @@ if TYPE_CHECKING:
         Slice,
         TokenNll,
     )
-    from .data.slices import ShardWriter
-    from .model.load import Load
-    from .ranks.agree import RankGroup
-    from .ranks.trained_model import TrainedModel
+    from .data.slices import ShardWriter as ShardWriter
+    from .model.load import ModelLoad as ModelLoad
+    from .ranks.agree import Ranks as Ranks
+    from .ranks.trained_model import RunModel as RunModel
     from .recipe.tables import Data, Recipe, Train
-    from .run import OpenRun
+    from .run import Run as Run
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer
-
-    ModelLoad = Load
-    Ranks = RankGroup
-    Run = OpenRun
-    RunModel = TrainedModel
-    Work = ShardWriter
 else:
     # Plugins name these classes in annotations only; importing them takes seconds.
-    ModelLoad = Ranks = Run = RunModel = Work = Any
+    ModelLoad = Ranks = Run = RunModel = ShardWriter = Any
 
 hookimpl = pluggy.HookimplMarker("plugsft")
 _specification = pluggy.HookspecMarker("plugsft")
@@ -236,7 +230,7 @@ class Hooks(Protocol):
         """
 
     @stage
-    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
+    def tokenize(self, slices: list[Slice], work: ShardWriter) -> list[Shard]:
         """Call `work` on every slice, in any process; return the shards in the order of slices."""
 
     @stage

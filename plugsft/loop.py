@@ -17,10 +17,10 @@ from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import MOST_METRICS, Numbers
 from .ranks.trained_model import evaluating, work_with_weights
-from .run import OpenRun
+from .run import Run
 
 
-def train(run: OpenRun) -> None:
+def train(run: Run) -> None:
     """Train to the last step, from step 1 or from the step after a checkpoint."""
     # At the end, however it comes: save, stop loading batches, then close the record.
     with run.lifecycle(), closing(run.global_batches()) as global_batches, saving_at_failure(run):
@@ -54,7 +54,7 @@ def train(run: OpenRun) -> None:
 
 
 @contextmanager
-def saving_at_failure(run: OpenRun) -> Iterator[None]:
+def saving_at_failure(run: Run) -> Iterator[None]:
     """Log the last finished step; save it if a notice failed, which leaves the weights valid."""
     try:
         yield
@@ -67,7 +67,7 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
         raise
 
 
-def log_last_step(run: OpenRun) -> None:
+def log_last_step(run: Run) -> None:
     """Log the last finished step of a run that fails, whose own error must be the one that ends it.
 
     Another notice may fail in here. So the ranks agree again, on this failure and on the first, on
@@ -81,7 +81,7 @@ def log_last_step(run: OpenRun) -> None:
             run.log.write_alone()
 
 
-def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
+def forward_backward(run: Run, batch: GlobalBatch) -> list[Tensor]:
     """Accumulate the gradients of a global batch; return this rank's micro-batch losses."""
     losses: list[Tensor] = []
     whole = run.recipe.train.keep_whole_gradients
@@ -97,7 +97,7 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
     return losses
 
 
-def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor:
+def compute_loss(run: Run, micro_batch: Batch, denominator: float) -> Tensor:
     """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
     hooks = run.hooks  # without plugins, model/defaults.py answers
     loss = hooks.step(
@@ -110,7 +110,7 @@ def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor
     return loss
 
 
-def all_reduce(run: OpenRun, losses: list[Tensor], batch: GlobalBatch | None = None) -> Numbers:
+def all_reduce(run: Run, losses: list[Tensor], batch: GlobalBatch | None = None) -> Numbers:
     """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
     metrics, counts = plugin_metrics(run), batch.counts() if batch else {}
     facts = {
@@ -120,7 +120,7 @@ def all_reduce(run: OpenRun, losses: list[Tensor], batch: GlobalBatch | None = N
     return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
 
 
-def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
+def plugin_metrics(run: Run) -> dict[str, Tensor | float]:
     """Return this rank's sums of the plugins' metrics, sorted by name."""
     metrics = run.active.metrics()
     if len(metrics) > MOST_METRICS:
@@ -128,7 +128,7 @@ def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
     return dict(sorted(metrics.items()))
 
 
-def clip_gradients(run: OpenRun) -> Tensor | float | None:
+def clip_gradients(run: Run) -> Tensor | float | None:
     """Undo the loss's scale; clip to the recipe's norm (0: no limit); return the one before."""
     limit = run.recipe.train.max_grad_norm or math.inf
     run.loss_scale.unscale(run.module.parameters())
@@ -136,7 +136,7 @@ def clip_gradients(run: OpenRun) -> Tensor | float | None:
     return norm
 
 
-def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
+def update_weights(run: Run, batch: GlobalBatch, numbers: Numbers) -> None:
     """Step the optimizer, but not by a loss or norm that is not finite; forget the gradients."""
     optimizer: Any = run.optimizer
     broken = numbers.are_broken()
@@ -154,7 +154,7 @@ def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
     run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
 
-def evaluate(run: OpenRun) -> None:
+def evaluate(run: Run) -> None:
     """Evaluate after the last finished step, if that is due; a signal cuts it short."""
     if not run.evaluation_due():
         return
@@ -172,7 +172,7 @@ def evaluate(run: OpenRun) -> None:
         run.notify("evaluated", metrics=metrics)
 
 
-def evaluation_losses(run: OpenRun) -> list[Tensor]:
+def evaluation_losses(run: Run) -> list[Tensor]:
     """Return this rank's losses of the evaluation data, summed over targets."""
     losses: list[Tensor] = []
     with (
@@ -193,7 +193,7 @@ def evaluation_losses(run: OpenRun) -> list[Tensor]:
     return losses
 
 
-def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
+def evaluation_metrics(run: Run, losses: list[Tensor]) -> dict[str, Any]:
     """Sum losses and metrics over all ranks; return their means over the targets.
 
     The losses are sums here: no step's denominator has divided them.

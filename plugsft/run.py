@@ -27,7 +27,7 @@ from .model.defaults import ModelDefaults
 from .model.schedule import long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
-from .ranks.agree import RankGroup, agreed, ending_together, is_known_to_all
+from .ranks.agree import Ranks, agreed, ending_together, is_known_to_all
 from .ranks.connect import (
     prepare_gpu,
     silence_libraries,
@@ -38,7 +38,7 @@ from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.stopping import Stopping
-from .ranks.trained_model import TrainedModel, work_with_weights
+from .ranks.trained_model import RunModel, work_with_weights
 from .recipe.capabilities import Capability
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
@@ -55,7 +55,7 @@ from .step_log import StepLog
 
 def open_run(
     recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path] = ()
-) -> "OpenRun":
+) -> "Run":
     """Open a run at step 1, or after the first undamaged one of `checkpoints`."""
     silence_libraries()
     # Plugins that check the recipe ask the GPU, which starts CUDA.
@@ -67,7 +67,7 @@ def open_run(
     scratch = save_scratch_model(recipe, data)
     accelerator = connect_ranks(recipe, active, machine, data)
     loaded = load_model(recipe, active, accelerator, data, scratch)
-    run = OpenRun(recipe, active, record, accelerator, data.tokenizer, loaded)
+    run = Run(recipe, active, record, accelerator, data.tokenizer, loaded)
     run.make_plan(data)
     run.checkpoints.restore(checkpoints)
     run.step = run.checkpoints.published
@@ -76,7 +76,7 @@ def open_run(
 
 
 @dataclass(eq=False)
-class OpenRun:
+class Run:
     """A run: its ranks, model, optimizer, data, plan, checkpoints and record.
 
     Plugins see it as `Run`, its `model` as `RunModel`, its `ranks` as `Ranks`.
@@ -102,8 +102,8 @@ class OpenRun:
         self.packing = recipe.provides("packed_rows")
         pad = pad_id(self.tokenizer)
         self.loader = BatchLoader(self.hooks, accelerator, pad, bool(self.packing))
-        self.ranks = RankGroup(accelerator, self.hooks)
-        self.model = TrainedModel(self, self.module, self.loader, self.loaded.load, self.weights)
+        self.ranks = Ranks(accelerator, self.hooks)
+        self.model = RunModel(self, self.module, self.loader, self.loaded.load, self.weights)
         self.stopping = Stopping(self.describe_stop)
         self.log = StepLog(self)
 
@@ -286,7 +286,7 @@ def describe_error(error: BaseException) -> str:
     return "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
 
 
-def describe(run: OpenRun) -> None:
+def describe(run: Run) -> None:
     """Print the model, data, plan and plugins, and put them into the record."""
     recipe, record, plan = run.recipe, run.record, run.plan
     ranks, strategy = run.accelerator.num_processes, strategy_name(run.accelerator)
@@ -327,7 +327,7 @@ def describe(run: OpenRun) -> None:
     say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
 
 
-def describe_model(run: OpenRun) -> dict[str, Any]:
+def describe_model(run: Run) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
     plain: Any = run.weights.plain
     sizes = [(num_weights(weight), weight.requires_grad) for weight in plain.parameters()]

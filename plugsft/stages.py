@@ -28,7 +28,7 @@ from .data.load_tokenizer import new_ids
 from .data.prepare import Prepared, prepare
 from .model.checks import ensure_example_weights, ensure_trainable
 from .model.config import ensure_ids_known
-from .model.load import Load, make_load, make_scratch_model
+from .model.load import ModelLoad, make_load, make_scratch_model
 from .model.schedule import Schedule
 from .ranks.agree import agreed, ensure_alike
 from .ranks.connect import connect
@@ -52,7 +52,7 @@ from .tokens.store import Tokens
 class Loaded:
     """The model of a run, sharded or copied over the ranks, with its optimizer."""
 
-    load: Load
+    load: ModelLoad
     """How it was loaded."""
     module: Module
     optimizer: Any

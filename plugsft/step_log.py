@@ -18,13 +18,13 @@ from .ranks.step_numbers import Numbers, can_skip_steps
 
 if TYPE_CHECKING:
     from .ranks.load_batches import GlobalBatch
-    from .run import OpenRun
+    from .run import Run
 
 
 class StepLog:
     """The numbers of the last finished step, until they are logged."""
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._unread: Any = None
         self.reads_later = can_skip_steps(run.optimizer) and not run.recipe.provides("early_stop")

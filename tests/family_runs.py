@@ -27,7 +27,7 @@ from plugsft import loop, run
 from plugsft.api import PlugsftError
 from plugsft.base import console
 from plugsft.base.machine import look
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.registry.load import load
 from plugsft.start.before_run import find_checkpoints
 
@@ -99,13 +99,13 @@ class Trial:
 
     def whole(self) -> str:
         """Load the whole model: every number equals plain transformers'."""
-        tensors = saved_tensors(Load(str(self.model), {"dtype": torch.float32}).load_model())
+        tensors = saved_tensors(ModelLoad(str(self.model), {"dtype": torch.float32}).load_model())
         ensure_equal(tensors, self.reference)
         return "yes"
 
     def sharded(self) -> str:
         """Build the model without weights; read each tensor in two halves, as two ranks would."""
-        loading = Load(str(self.model), {"dtype": torch.float32}, empty=True)
+        loading = ModelLoad(str(self.model), {"dtype": torch.float32}, empty=True)
         model = loading.load_model()
         if not loading.files.shapes:
             ensure_equal(saved_tensors(model), self.reference)

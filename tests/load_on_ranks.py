@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.ranks.connect import connect, silence_libraries
 from plugsft.ranks.sharding import shard_frozen_model
 from plugsft.registry.load import load as load_recipe
@@ -57,7 +57,7 @@ def main(recipe, folder, loads, report):
     for path in sorted(Path(folder).iterdir()):
         wanted, wrong, empty = expected(path), [], True
         for number in range(int(loads)):
-            load = Load(str(path), {"dtype": torch.float32}, empty=True)
+            load = ModelLoad(str(path), {"dtype": torch.float32}, empty=True)
             if accelerator.is_fsdp2:
                 accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
             model = shard_frozen_model(accelerator, load, load.load_model())

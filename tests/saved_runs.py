@@ -24,7 +24,7 @@ from plugsft.base.machine import look
 from plugsft.checkpoint.same_run import keys_affecting_results
 from plugsft.checkpoint.save import Checkpoints
 from plugsft.checkpoint.state import TrainState
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.ranks.connect import connect
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
@@ -133,7 +133,7 @@ class Run:
             for one in model.parameters():
                 one.requires_grad_(one.dim() == 2)
         make = make or optimizers.ALL[name]
-        self.model, self.optimizer = shard_model(accelerator, Load(""), model, make)
+        self.model, self.optimizer = shard_model(accelerator, ModelLoad(""), model, make)
         self.accelerator = accelerator
         self.identity = partial(keys_affecting_results, recipe, active)
         self.held = weights_of(accelerator, self.model, self.optimizer)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from plugsft.base.atomic import damage, step_folder
 from plugsft.checkpoint.save import Checkpoints
 from plugsft.checkpoint.state import TrainState
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
 
@@ -159,7 +159,7 @@ def save_both_ways(name, accelerator, recipe, active):
         tie_word_embeddings=True,
     )
     model, optimizer = shard_model(
-        accelerator, Load(""), LlamaForCausalLM(config), optimizers.ALL["AdamW"]
+        accelerator, ModelLoad(""), LlamaForCausalLM(config), optimizers.ALL["AdamW"]
     )
     weights = weights_of(accelerator, model, optimizer)
     state = TrainState(weights, optimizer, LossScale(accelerator))

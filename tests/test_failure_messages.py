@@ -95,13 +95,13 @@ LOADS = """
     from pathlib import Path
     import torch
     from plugsft.base.errors import PlugsftError
-    from plugsft.model.load import Load
+    from plugsft.model.load import ModelLoad
     folder, spare = sys.argv[1], int(sys.argv[2])
-    Load(folder, {"dtype": torch.float32}).load_model()  # all is imported
+    ModelLoad(folder, {"dtype": torch.float32}).load_model()  # all is imported
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, -1))
     try:
-        Load(folder, {"dtype": torch.float64}).load_model()
+        ModelLoad(folder, {"dtype": torch.float64}).load_model()
     except PlugsftError as error:
         print(error.exit_code, error)
 """

@@ -42,7 +42,7 @@ EXPORTED = {
     "plugsft": """
         AnswerLoss Batch Capability Data DataError DiskError Encoded Folder Ints Layouts
         LoadedStep Machine ModelLoad Place PluginError Ranks Recipe RecipeError
-        Rendered Run RunModel Shard Slice TokenNll Train WeightSlice Work
+        Rendered Run RunModel Shard ShardWriter Slice TokenNll Train WeightSlice
         cache_folder child_environment damage digest hookimpl
         not_installed plugin progress reason_of say state write_text
     """,
@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_516, "data": 18_419, "lab": 12_304, "ranks": 8_435, "model": 7_887,
-    "start": 2_539, "export": 5_204, "checkpoint": 5_906, "audit": 7_083,
-    "output": 6_833, "tokens": 4_181, "base": 5_782, "modules beside the rooms": 5_069,
-    "api": 3_632, "recipe": 4_534, "registry": 3_474, "batches": 1_716, "testing": 2_363,
+    "commands": 13_217, "data": 18_151, "lab": 11_752, "ranks": 8_290, "model": 7_721,
+    "start": 2_518, "export": 4_772, "checkpoint": 5_787, "audit": 6_682,
+    "output": 6_621, "tokens": 4_133, "base": 5_665, "modules beside the rooms": 5_057,
+    "api": 3_565, "recipe": 4_505, "registry": 3_321, "batches": 1_732, "testing": 2_362,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 118_877, 44_998, 58_863
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_851, 44_998, 57_970
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

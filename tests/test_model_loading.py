@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from plugsft import RecipeError
-from plugsft.model.load import Load, make_load
+from plugsft.model.load import ModelLoad, make_load
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.model.weight_files import WeightFiles
 from plugsft.recipe.tables import Model
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 
 def loaded(folder):
-    load = Load(str(folder), {"dtype": torch.float32}, empty=True)
+    load = ModelLoad(str(folder), {"dtype": torch.float32}, empty=True)
     return load.load_model(), load
 
 
@@ -62,8 +62,8 @@ def test_a_whole_model_is_loaded_straight_to_the_gpu(folder, tmp_path):
     assert {parameter.device for parameter in model.parameters()} == {device}
     models = [
         model,
-        Load(str(folder), {"dtype": torch.float32}).load_model(),
-        Load(str(folder), {"dtype": torch.float32, "device_map": {"": "cpu"}}).load_model(),
+        ModelLoad(str(folder), {"dtype": torch.float32}).load_model(),
+        ModelLoad(str(folder), {"dtype": torch.float32, "device_map": {"": "cpu"}}).load_model(),
     ]
     for number, model in enumerate(models):
         assert not hasattr(model, "hf_device_map")
@@ -136,7 +136,7 @@ def test_a_soft_cap_of_attention_is_computed(tmp_path, empty):
     """SDPA of transformers 5.17 drops it."""
     config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.05)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = Load(str(tmp_path), {"dtype": torch.float32}, empty).load_model()
+    model = ModelLoad(str(tmp_path), {"dtype": torch.float32}, empty).load_model()
     chosen = model.get_correct_attn_implementation(None)
     assert [model.model.layers[0].self_attn.config._attn_implementation, chosen] == ["eager"] * 2
 
@@ -189,7 +189,7 @@ def test_a_tensor_that_the_files_lack_is_not_made_up(folder, empty):
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(RecipeError, match=r"lack 1 of the model's tensors \(model.layers.0.mlp.up"):
-        Load(str(folder), {"dtype": torch.float32}, empty=empty).load_model()
+        ModelLoad(str(folder), {"dtype": torch.float32}, empty=empty).load_model()
 
 
 def test_nan_in_a_file_is_loaded_as_nan(folder):
@@ -197,7 +197,7 @@ def test_nan_in_a_file_is_loaded_as_nan(folder):
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    model = Load(str(folder), {"dtype": torch.float32}).load_model()
+    model = ModelLoad(str(folder), {"dtype": torch.float32}).load_model()
     assert model.model.layers[0].mlp.up_proj.weight[0, 0].isnan()
 
 
@@ -207,4 +207,4 @@ def test_a_pickle_is_never_loaded(folder):
     (folder / "model.safetensors").unlink()
     for empty in (False, True):
         with pytest.raises(RecipeError, match=r"safetensors"):
-            Load(str(folder), {"dtype": torch.float32}, empty=empty).load_model()
+            ModelLoad(str(folder), {"dtype": torch.float32}, empty=empty).load_model()

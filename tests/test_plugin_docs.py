@@ -17,11 +17,11 @@ from plugsft.commands.starting_files import FILES
 from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins.bfd_packing.documents import documents_of, pack
-from plugsft.ranks.agree import RankGroup
-from plugsft.ranks.trained_model import TrainedModel
+from plugsft.ranks.agree import Ranks
+from plugsft.ranks.trained_model import RunModel
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
-from plugsft.run import OpenRun
+from plugsft.run import Run
 from plugsft.testing.tiny_runs import LARGER_MICRO_BATCH, MICRO_BATCH, TINY
 from plugsft.tokens.shards import Examples, write_index, write_shard
 
@@ -92,9 +92,7 @@ def test_the_tiny_recipe_of_the_laws_is_there():
     assert f"ranks_agree: {LARGER_MICRO_BATCH};" in recipe
 
 
-@pytest.mark.parametrize(
-    ("of", "kind"), [("Run", OpenRun), ("RunModel", TrainedModel), ("Ranks", RankGroup)]
-)
+@pytest.mark.parametrize(("of", "kind"), [("Run", Run), ("RunModel", RunModel), ("Ranks", Ranks)])
 def test_what_plugins_see_of_a_run_is_there(of, kind):
     cells = [cell for owner, cell, _ in rows("of") if owner == f"`{of}`"]
     shown = [name for cell in cells for name in re.findall("`(.+?)`", cell)]

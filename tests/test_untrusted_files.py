@@ -19,7 +19,7 @@ from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 from plugsft.base.errors import RecipeError
 from plugsft.data.readers import remote
 from plugsft.lab.trials import run_process
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.output.folder import ensure_inputs, lock_output
 from plugsft.output.metrics import read_metrics
 from plugsft.output.record import keep_lines
@@ -105,7 +105,7 @@ def test_an_index_of_weights_names_only_files_of_its_folder(made, run, tmp_path,
     says = f"{index}: cannot be used: it names {name}, outside of its folder"
     assert says in refused(command, *words)
     with pytest.raises(RecipeError, match=re.escape(says)):  # as a plugin loads a reference
-        Load(str(model)).load_model()
+        ModelLoad(str(model)).load_model()
 
 
 PLANTED = "import pathlib; pathlib.Path('ran').touch()\n"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plugsft import Machine, Shard, Slice, Work, hookimpl, plugin, state
+from plugsft import Machine, Shard, ShardWriter, Slice, hookimpl, plugin, state
 
 WORKER_MEMORY = 1 << 30
 """Bytes of memory for each process; it needs about half, however large the data."""
@@ -36,7 +36,7 @@ class MultiprocessTokenize:
         self.machine = machine
 
     @hookimpl
-    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
+    def tokenize(self, slices: list[Slice], work: ShardWriter) -> list[Shard] | None:
         """Tokenize slices in this process and in workers; None for small data."""
         from .pool import tokenize_together
 

@@ -12,12 +12,12 @@ from functools import partial
 from multiprocessing.connection import Pipe
 from threading import Lock
 
-from plugsft import PluginError, Shard, Slice, Work, child_environment
+from plugsft import PluginError, Shard, ShardWriter, Slice, child_environment
 
 START = "from plugsft.plugins.multiprocess_tokenize.worker import serve; serve({})"
 
 
-def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list[Shard]:
+def tokenize_together(slices: list[Slice], work: ShardWriter, num_workers: int) -> list[Shard]:
     """Tokenize slices in this process and in workers; each takes the next when it is free.
 
     This process begins while the workers still start.
@@ -56,7 +56,7 @@ def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list
 class Worker:
     """A process that tokenizes one slice at a time."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ShardWriter) -> None:
         self._pipe, child_pipe = Pipe()
         path = os.pathsep.join(filter(None, sys.path))
         # In its own process group: ctrl-C reaches only this process, which ends the workers.
@@ -68,13 +68,13 @@ class Worker:
         )
         child_pipe.close()
 
-    def send_work(self, work: Work) -> None:
+    def send_work(self, work: ShardWriter) -> None:
         """Send the work that each slice needs."""
         with suppress(OSError):
             # If the worker has died already, its first slice reports it.
             self._pipe.send(work)
 
-    def tokenize(self, part: Slice, work: Work) -> Shard:
+    def tokenize(self, part: Slice, work: ShardWriter) -> Shard:
         """Let the worker tokenize a slice; raise its error here."""
         where = work.where(part)
         try:
@@ -99,7 +99,7 @@ class Worker:
 
 
 @contextmanager
-def start_workers(count: int, work: Work) -> Iterator[list[Worker]]:
+def start_workers(count: int, work: ShardWriter) -> Iterator[list[Worker]]:
     """Start workers; kill them if the block fails."""
     workers = [Worker(work) for _ in range(count)]
     failed = True
@@ -114,7 +114,7 @@ def start_workers(count: int, work: Work) -> Iterator[list[Worker]]:
 
 
 @contextmanager
-def one_thread(work: Work) -> Iterator[None]:
+def one_thread(work: ShardWriter) -> Iterator[None]:
     """Let tokenizer engines that this process loads use one thread, as in the workers."""
     before = {name: os.environ.get(name) for name in work.one_thread}
     os.environ.update(work.one_thread)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plugsft import Machine, Shard, Slice, Work, hookimpl, plugin, state
+from plugsft import Machine, Shard, ShardWriter, Slice, hookimpl, plugin, state
 
 MIN_SLICES = 3
 """Fewer are done before a cluster has started."""
@@ -39,7 +39,7 @@ class RayTokenize:
         self.machine = machine
 
     @hookimpl
-    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
+    def tokenize(self, slices: list[Slice], work: ShardWriter) -> list[Shard] | None:
         """Tokenize slices on the cluster; None for small data."""
         if len(slices) < MIN_SLICES:
             return None

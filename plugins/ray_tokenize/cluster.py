@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from plugsft import PluginError, Shard, Slice, Work, reason_of
+from plugsft import PluginError, Shard, ShardWriter, Slice, reason_of
 
 PER_CPU = 2
 """Slices in flight per CPU: while a worker tokenizes one, the next waits."""
@@ -26,7 +26,7 @@ PATIENCE = 10.0
 HERE = ""
 """In place of a node: this process."""
 
-_works: dict[str, Work] = {}
+_works: dict[str, ShardWriter] = {}
 """In a worker: the work of the data set, so that its tokenizer is loaded once."""
 
 
@@ -65,7 +65,7 @@ class Cluster:
         cpus = int(resources.cluster_resources().get("CPU", 1))
         return self.in_flight or PER_CPU * max(1, cpus)
 
-    def make_task(self, work: Work) -> Callable[[Slice], Any]:
+    def make_task(self, work: ShardWriter) -> Callable[[Slice], Any]:
         """Return a function that sends a slice to the cluster."""
         paths = os.pathsep.join(filter(None, sys.path))
         task: Any = ray.remote(
@@ -87,7 +87,9 @@ def run_slice(part: Slice, stored: list[Any]) -> tuple[Any, str]:
     return _works[key].attempt(part), ray.get_runtime_context().get_node_id()
 
 
-def tokenize_on(cluster: Cluster, slices: list[Slice], work: Work) -> tuple[list[Shard], str]:
+def tokenize_on(
+    cluster: Cluster, slices: list[Slice], work: ShardWriter
+) -> tuple[list[Shard], str]:
     """Tokenize slices on a cluster; return their shards, and which nodes wrote them."""
     waiting, nodes = deque(enumerate(slices)), Counter[str]()
     shards = dict[int, Shard]()

@@ -10,7 +10,7 @@ from ..base.atomic import is_whole
 from ..base.checksums import digest
 from ..base.errors import DataError
 from ..base.types import Encoded, Rendered, Row, Shard, Slice
-from ..hooks import Work, hookimpl
+from ..hooks import ShardWriter, hookimpl
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .render import render_rows
@@ -33,7 +33,7 @@ class DataDefaults:
         return tokenizer.encode_texts(texts, special_tokens)
 
     @hookimpl
-    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
+    def tokenize(self, slices: list[Slice], work: ShardWriter) -> list[Shard]:
         """Tokenize the slices in order."""
         shards = []
         with work.progress(slices) as advance:

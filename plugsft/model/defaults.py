@@ -15,7 +15,7 @@ from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, target_
 from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
-from .load import Load
+from .load import ModelLoad
 from .schedule import ScheduleDefaults
 from .tensor_shards import whole_shape
 
@@ -24,7 +24,7 @@ class ModelDefaults(ScheduleDefaults):
     """The unchanged model, token cross-entropy, AdamW."""
 
     @hookimpl
-    def optimize_model(self, load: Load) -> Module:
+    def optimize_model(self, load: ModelLoad) -> Module:
         """Load the model unchanged."""
         return load.load_model()
 

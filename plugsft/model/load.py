@@ -36,7 +36,7 @@ model_from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_co
 
 
 @dataclass
-class Load:
+class ModelLoad:
     """How to load the model; plugins edit this first."""
 
     path: str
@@ -169,7 +169,7 @@ def persistent_buffers(model: Any) -> dict[str, Tensor]:
 
 def make_load(
     model: Model, scratch: Path, empty: bool = False, device: torch.device | None = None
-) -> Load:
+) -> ModelLoad:
     """Return how to load a recipe's model, before plugins edit it; straight to a GPU if whole."""
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, model.weights),
@@ -179,7 +179,7 @@ def make_load(
         kwargs["revision"] = model.revision
     if device is not None and device.type == "cuda" and not empty:
         kwargs["device_map"] = {"": device}
-    return Load(model.path or str(scratch), kwargs, empty)
+    return ModelLoad(model.path or str(scratch), kwargs, empty)
 
 
 def make_scratch_model(

@@ -197,7 +197,7 @@ def _by_rank(values: Sequence[str]) -> str:
     return ", ".join(groups)
 
 
-class RankGroup:
+class Ranks:
     """What plugins see of the ranks, under the name `Ranks`."""
 
     def __init__(self, accelerator: Accelerator, hooks: Hooks) -> None:

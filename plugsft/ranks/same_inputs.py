@@ -8,7 +8,7 @@ import importlib.metadata
 from typing import Any
 
 from ..base.checksums import digest
-from ..model.load import Load
+from ..model.load import ModelLoad
 from ..model.weight_files import sampled_digest
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
@@ -29,7 +29,7 @@ def recipe_facts(recipe: Recipe) -> dict[str, str]:
     return facts | {"the version of plugsft": importlib.metadata.version("plugsft")}
 
 
-def model_facts(model: Any, load: Load) -> dict[str, str]:
+def model_facts(model: Any, load: ModelLoad) -> dict[str, str]:
     """Describe the model of this rank by its configuration and samples of its files.
 
     Weights in memory follow from these, from the seed and from the plugins, compared before.

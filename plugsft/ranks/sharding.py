@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..model.load import Load
+from ..model.load import ModelLoad
 from ..model.tensor_shards import shard_of
 from .optimizer_checks import (
     ensure_suits_zero3,
@@ -44,7 +44,7 @@ def loads_in_bfloat16(accelerator: Accelerator) -> bool:
 
 
 def shard_model(
-    accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
+    accelerator: Accelerator, load: ModelLoad, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
     if is_zero3(accelerator):
@@ -58,7 +58,7 @@ def shard_model(
     return copied, ensure_updates_trained_weights(model, make(model))
 
 
-def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
+def shard_frozen_model(accelerator: Accelerator, load: ModelLoad, model: Any) -> Module:
     """Shard a model that is never trained, like the trained one."""
     model.requires_grad_(False).eval()
     if is_zero3(accelerator):
@@ -81,7 +81,7 @@ def weights_of(accelerator: Accelerator, model: Module, optimizer: Any) -> Weigh
 
 
 def _shard_by_zero3(
-    accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
+    accelerator: Accelerator, load: ModelLoad, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     names = load.names_in_files(model)
     _read_weights(accelerator, load, names, _tensors(model))
@@ -111,7 +111,7 @@ def _choose_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
 
 
-def _shard_by_rows(accelerator: Accelerator, load: Load, model: Any) -> None:
+def _shard_by_rows(accelerator: Accelerator, load: ModelLoad, model: Any) -> None:
     """Shard a model by FSDP2; read this rank's rows of the weights that are not loaded yet."""
     names = load.names_in_files(model)
     fsdp2_prepare_model(accelerator, model)
@@ -132,7 +132,7 @@ def _shard_by_rows(accelerator: Accelerator, load: Load, model: Any) -> None:
 
 
 def _read_weights(
-    accelerator: Accelerator, load: Load, names: dict[str, str], tensors: dict[str, Any]
+    accelerator: Accelerator, load: ModelLoad, names: dict[str, str], tensors: dict[str, Any]
 ) -> None:
     """Read this rank's shard of the weights that are not loaded yet.
 

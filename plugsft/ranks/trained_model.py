@@ -16,7 +16,7 @@ from ..base.errors import PluginError
 from ..base.types import Ints
 from ..hooks import Hooks, Purpose, Run
 from ..model.generate import Speaker, attention_with_cache
-from ..model.load import Load
+from ..model.load import ModelLoad
 from ..model.weight_files import weights_digest
 from ..tokens.store import Tokens
 from .agree import together
@@ -26,7 +26,7 @@ from .sharding import is_sharded, shard_frozen_model
 from .weights import Weights
 
 
-class TrainedModel:
+class RunModel:
     """What plugins see of the model, under the name `RunModel`.
 
     All ranks must enter each operation together. A rank that fails, or enters another one, ends
@@ -34,7 +34,7 @@ class TrainedModel:
     """
 
     def __init__(
-        self, run: Run, module: Module, loader: BatchLoader, load: Load, weights: Weights
+        self, run: Run, module: Module, loader: BatchLoader, load: ModelLoad, weights: Weights
     ) -> None:
         self.module, self.load = module, load
         self._run, self._loader, self._weights = run, loader, weights
@@ -94,7 +94,7 @@ class TrainedModel:
             kwargs.pop("revision", None)
             kwargs |= {"revision": revision} if revision else {}
         with together(f"loading {path or 'the initial model'}"):
-            load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
+            load = ModelLoad(path or self.load.path, kwargs, is_sharded(self._accelerator))
             load.new_tokens = self.load.new_tokens
             return shard_frozen_model(self._accelerator, load, load.load_model())
 

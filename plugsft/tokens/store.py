@@ -25,7 +25,7 @@ from .shards import count_true, numpy_of, offsets_of, read_facts
 Views = tuple[NDArray[Any], NDArray[np.int32], NDArray[np.uint8]]
 """Columns of a shard: ids, where each example's begin, and the mask as bits."""
 
-NO_IDS, NO_MASK = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 READ_ERRORS = (
     *(OSError, ArithmeticError, LookupError),
     *(RecursionError, TypeError, ValueError, pa.ArrowException),
@@ -93,16 +93,20 @@ class Tokens:
         """Read spans of examples on disk: their number, tokens to skip, length."""
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         inside = numbers - self._shard_offsets[shards]
-        ids, masks = [NO_IDS], [NO_MASK]
+        ids_parts, bits_parts, spans, num_bytes = [NO_IDS], [NO_BITS], [], 0
         for shard, number, skip, length in np.stack([shards, inside, skips, lengths], 1).tolist():
-            all_ids, begins, bits = self._views[shard] or self._open_shard(shard)
+            ids, begins, bits = self._views[shard] or self._open_shard(shard)
             start = begins.item(number) + skip
-            ids.append(all_ids[start : start + length])
-            # Arrow stores eight booleans in a byte.
-            first, last = start >> 3, (start + length + 7) >> 3
-            unpacked = np.unpackbits(bits[first:last], bitorder="little")
-            masks.append(unpacked[start & 7 :][:length])
-        return np.concatenate(ids), np.concatenate(masks).view(np.bool_)
+            ids_parts.append(ids[start : start + length])
+            # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
+            first_byte, last_byte = start >> 3, (start + length + 7) >> 3
+            bits_parts.append(bits[first_byte:last_byte])
+            first_bit = 8 * num_bytes + (start & 7)
+            spans.append(slice(first_bit, first_bit + length))
+            num_bytes += last_byte - first_byte
+        unpacked = np.unpackbits(np.concatenate(bits_parts), bitorder="little").view(np.bool_)
+        masks = [NO_BITS.view(np.bool_), *map(unpacked.__getitem__, spans)]
+        return np.concatenate(ids_parts), np.concatenate(masks)
 
     def weights(self, examples: Ints) -> NDArray[np.float32]:
         """Look up what the losses of examples are multiplied with: the column `weight`, or 1."""

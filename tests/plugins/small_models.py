@@ -5,7 +5,7 @@ import torch
 from families import SMALL
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.lora import Lora
 
 SIX_LAYERS = SMALL | {"intermediate_size": 64, "num_hidden_layers": 6, "attention_dropout": 0.1}
@@ -31,7 +31,7 @@ def save_base(folder, config=None, dtype=torch.float32, tied=False):
 
 def adapt(folder, dtype=torch.float32, empty=False, load=None, **options):
     """Load a model as a run does."""
-    plugin, load = Lora(**options), load or Load(str(folder), {"dtype": dtype}, empty)
+    plugin, load = Lora(**options), load or ModelLoad(str(folder), {"dtype": dtype}, empty)
     plugin.dtype = str(dtype).removeprefix("torch.")
     return apply(load.load_model(), plugin, load), plugin
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from plugsft import RecipeError
 from plugsft.data.load_tokenizer import load_tokenizer
-from plugsft.model.load import Load, grow_embeddings
+from plugsft.model.load import ModelLoad, grow_embeddings
 from plugsft.recipe.tables import Model
 from plugsft.registry.load import resolve
 
@@ -234,7 +234,7 @@ def test_sharded_ranks_learn_the_same_or_refuse(start, tmp_path, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_rows_of_new_tokens_are_trained_in_float32(tmp_path, dtype):
     model_of().to(dtype).save_pretrained(tmp_path)
-    load = Load(str(tmp_path), {"dtype": dtype}, new_tokens=[7, 90])
+    load = ModelLoad(str(tmp_path), {"dtype": dtype}, new_tokens=[7, 90])
     model, _ = adapt(tmp_path, dtype, load=load, r=4, train_new_tokens=True)
     rows = [one for name, one in model.named_parameters() if "delta" in name]
     assert [(one.dtype, one.shape) for one in rows] == [(torch.float32, (2, 32))] * 2

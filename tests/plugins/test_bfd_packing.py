@@ -25,7 +25,7 @@ from plugsft import Capability, DataError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
 from plugsft.plugins.bfd_packing.documents import documents_of
@@ -296,7 +296,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
     shared = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
     model = AutoModelForCausalLM.from_config(kind(vocab_size=97, **(sizes or shared)))
     model.save_pretrained(tmp_path)
-    packer, load = BfdPacking(), Load(str(tmp_path))
+    packer, load = BfdPacking(), ModelLoad(str(tmp_path))
     packer.packing, packer.longest = Capability("bfd_packing", "capacity", 64), Longest(64, 64)
     steps = packer.optimize_model(load)
     next(steps)

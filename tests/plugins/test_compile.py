@@ -22,7 +22,7 @@ from transformers import (
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.bfd_packing import attention
 from plugsft.plugins.bfd_packing.attention import attend_per_document
 from plugsft.plugins.bfd_packing.documents import documents_of
@@ -142,7 +142,7 @@ def test_torchs_kernel_for_packed_rows_is_inside_the_program(fixed, monkeypatch)
     if not fixed:
         adapters = Lora(r=4)
         adapters.dtype = "bfloat16"
-        model = apply(model, adapters, Load("base")).to("meta")
+        model = apply(model, adapters, ModelLoad("base")).to("meta")
     apply(model.train(), plugin)
 
     def learn_row(row):

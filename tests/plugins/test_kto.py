@@ -36,7 +36,7 @@ from plugsft.base.machine import look
 from plugsft.kit import lay_out
 from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward
 from plugsft.plugins.kto.objective import Mismatched
-from plugsft.ranks.trained_model import TrainedModel, evaluating
+from plugsft.ranks.trained_model import RunModel, evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
@@ -530,13 +530,13 @@ def test_the_model_s_dropout_is_off(tmp_path):
 
 
 def test_the_reference_is_loaded_once_for_training_and_evaluation(tmp_path, monkeypatch):
-    load, calls = TrainedModel.load_frozen, []
+    load, calls = RunModel.load_frozen, []
 
     def load_frozen(self, *path):
         calls.append(path)
         return load(self, *path)
 
-    monkeypatch.setattr(TrainedModel, "load_frozen", load_frozen)
+    monkeypatch.setattr(RunModel, "load_frozen", load_frozen)
     open_kto(tmp_path, evaluates=True)
     assert len(calls) == 1
 

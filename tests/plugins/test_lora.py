@@ -30,7 +30,7 @@ from transformers import __version__ as transformers_version
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
 from plugsft.export.quantized import add_adapters
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -185,7 +185,7 @@ def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied,
 
 def test_a_name_on_the_hub_and_its_revision_are_kept(base):
     folder = base()
-    plugin, load = Lora(), Load("some/model", {"revision": "abc"})
+    plugin, load = Lora(), ModelLoad("some/model", {"revision": "abc"})
     wrapper = plugin.optimize_model(load)
     next(wrapper)
     with pytest.raises(StopIteration) as ended:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.lora import Lora
 from plugsft.plugins.lora.layers import FastLinear
 
@@ -46,7 +46,7 @@ def adapt(model, **options):
     """Add adapters as a run does, and move them away from zero."""
     plugin = Lora(r=4, alpha=6, **options)
     plugin.dtype = str(model.dtype).removeprefix("torch.")
-    return move(apply(model, plugin, Load("base")))
+    return move(apply(model, plugin, ModelLoad("base")))
 
 
 def move(model):

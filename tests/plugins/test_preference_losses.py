@@ -27,7 +27,7 @@ from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.plugins.dpo import Dpo
 from plugsft.plugins.dpo.losses import LOSSES, LossName, Options, options_of
-from plugsft.ranks.trained_model import TrainedModel
+from plugsft.ranks.trained_model import RunModel
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
@@ -198,7 +198,7 @@ def test_no_reference_is_loaded_or_computed(tmp_path, monkeypatch, lora):
         calls.append(reference)
         raise AssertionError("a reference was loaded")
 
-    monkeypatch.setattr(TrainedModel, "load_frozen", load_frozen)
+    monkeypatch.setattr(RunModel, "load_frozen", load_frozen)
     run = open_dpo(tmp_path / "free", loss="simpo", plugins=dict(lora))
     passes = []
     run.model.register_forward_pre_hook(lambda *_: passes.append(1))

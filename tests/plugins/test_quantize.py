@@ -50,7 +50,7 @@ from plugsft.kit import num_weights
 from plugsft.lab.forecast.meta_model import MetaModel
 from plugsft.model.config import load_config
 from plugsft.model.defaults import ModelDefaults
-from plugsft.model.load import Load
+from plugsft.model.load import ModelLoad
 from plugsft.plugins.quantize.base import stored_bytes
 from plugsft.plugins.quantize.int8 import Int8Linear
 from plugsft.registry.active import check
@@ -97,7 +97,7 @@ def recipe_of(folder, quantize=(), lora=(), **tables):
 def adapt(folder, quantize=(), dtype="float32", **lora):
     """Load a model as a run does."""
     _, active = recipe_of(folder, quantize, lora, model={"dtype": dtype})
-    load = Load(str(folder), {"dtype": torch.float32})
+    load = ModelLoad(str(folder), {"dtype": torch.float32})
     model = active.hooks.optimize_model(load=load)
     return model.train(), active.plugins.get("quantize")
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plugsft import loop
 from plugsft.batches import labels
 from plugsft.ranks import step_numbers
-from plugsft.run import OpenRun
+from plugsft.run import Run
 from plugsft.testing import tiny_runs
 
 PACKAGES = ("/torch/", "/contextlib.py", "/tools/bench/launches.py")
@@ -131,9 +131,9 @@ class Reads(TorchFunctionMode):
 def counting() -> Iterator[Steps]:
     """Count the steps of a training in the block, but not its evaluations and saves."""
     steps = Steps()
-    global_batches, forward_backward = OpenRun.global_batches, loop.forward_backward
+    global_batches, forward_backward = Run.global_batches, loop.forward_backward
 
-    def count_steps(run: OpenRun) -> Iterator[Any]:
+    def count_steps(run: Run) -> Iterator[Any]:
         with closing(global_batches(run)) as batches:
             for number, batch in enumerate(batches):
                 if number == 1:  # the first step makes the optimizer's states
@@ -142,7 +142,7 @@ def counting() -> Iterator[Steps]:
                 with steps.within("step"):
                     yield batch
 
-    def count_micro_steps(run: OpenRun, batch: Any) -> Any:
+    def count_micro_steps(run: Run, batch: Any) -> Any:
         steps.parts["micro-step"] += len(batch.micro_batches) - 1
         with steps.within("micro-step"):
             return forward_backward(run, batch)
@@ -161,8 +161,8 @@ def counting() -> Iterator[Steps]:
 
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (OpenRun, "global_batches", count_steps),
-            (OpenRun, "begin_checkpoint", uncounted(OpenRun.begin_checkpoint)),
+            (Run, "global_batches", count_steps),
+            (Run, "begin_checkpoint", uncounted(Run.begin_checkpoint)),
             (loop, "evaluate", uncounted(loop.evaluate)),
             (loop, "forward_backward", count_micro_steps),
             (step_numbers, "buffer", pinned_buffer),

@@ -34,7 +34,7 @@ from plugsft.base.types import Rendered  # noqa: E402
 from plugsft.data.jsonl import RowList  # noqa: E402
 from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
-from plugsft.model.load import Load, make_scratch_model  # noqa: E402
+from plugsft.model.load import ModelLoad, make_scratch_model  # noqa: E402
 from plugsft.plugins.bfd_packing.attention import attend_per_document  # noqa: E402
 from plugsft.plugins.bfd_packing.documents import pack  # noqa: E402
 from plugsft.plugins.lora import Lora  # noqa: E402
@@ -127,7 +127,7 @@ def plugsft_step(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = Fal
     """Return a step of plugsft's loop, on a batch that is made already."""
     plugin, core = Lora(r=R, alpha=ALPHA), ModelDefaults()
     plugin.dtype = str(dtype).removeprefix("torch.")
-    load = Load(str(folder / "model"), {"dtype": dtype})
+    load = ModelLoad(str(folder / "model"), {"dtype": dtype})
     load.kwargs["attn_implementation"] = attend_per_document()
     wrapper = plugin.optimize_model(load)
     next(wrapper)
@@ -205,7 +205,7 @@ def trl_step(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> S
 def copy_adapters(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Give TRL's model the adapters of plugsft."""
     plugin = Lora(r=R, alpha=ALPHA)
-    wrapper = plugin.optimize_model(Load(str(folder / "model")))
+    wrapper = plugin.optimize_model(ModelLoad(str(folder / "model")))
     next(wrapper)
     try:
         wrapper.send(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype))

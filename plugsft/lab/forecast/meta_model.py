@@ -33,7 +33,7 @@ from ...model.config import load_error
 from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
-from ...model.load import Load, make_load
+from ...model.load import ModelLoad, make_load
 from ...model.tensor_shards import num_weights
 from ...ranks.optimizer_checks import optimizers_in
 from ...ranks.precision import autocast_experts
@@ -218,7 +218,7 @@ class Offload:
 
 
 @dataclass
-class _ConfigLoad(Load):
+class _ConfigLoad(ModelLoad):
     """Makes the model from its configuration, without weight files."""
 
     config: PretrainedConfig = field(kw_only=True)
