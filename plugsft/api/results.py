@@ -215,7 +215,15 @@ class FinishedRun:
         """
         from ..export.answers import Answers
 
-        options = Answers(max_tokens, temperature, system, top_p, top_k, repetition_penalty, seed)
+        options = Answers(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            system=system,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
         prompts = [prompts] if isinstance(prompts, str) else prompts
         _ensure_prompts(prompts)
         with errors():

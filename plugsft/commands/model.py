@@ -41,7 +41,15 @@ def chat(
     from ..export.answers import Answers
     from ..export.folder import model_folder
 
-    options = Answers(max_tokens, temperature, system, top_p, top_k, repetition_penalty, seed)
+    options = Answers(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        system=system,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     folder = model_folder(output)
     # A missing folder is reported before anything heavy is imported.
     from ..export import chat

@@ -12,7 +12,7 @@ SAMPLING = ("top_p", "top_k", "repetition_penalty")
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Answers:
     """Options of the answers of a trained model.
 

@@ -20,7 +20,7 @@ class Vote(NamedTuple):
     failure: str = ""
     """Why this rank failed in it, or before."""
     can_save: bool = False
-    """Whether this rank can save a checkpoint after its failure."""
+    """Whether this rank could save a checkpoint after its failure."""
     signal: str = ""
     """The signal that asks this rank to end."""
     request: str = ""
@@ -72,12 +72,14 @@ class Stopping:
     def vote(self, operation: str, error: Exception | None) -> Vote:
         """Make this rank's vote on an operation; `error`: how the operation failed."""
         first = self.error or error
-        vote = Vote(operation, signal=self._caught, request=self._request)
-        if first is None:
-            return vote
-        # A notice that failed leaves the weights as they are.
-        can_save = error is None and not self._fatal
-        return vote._replace(failure=describe_failure(first), can_save=can_save)
+        return Vote(
+            operation,
+            failure=describe_failure(first) if first else "",
+            # A notice that failed leaves the weights as they are.
+            can_save=error is None and not self._fatal,
+            signal=self._caught,
+            request=self._request,
+        )
 
     def learn(self, votes: Sequence[Vote]) -> None:
         """Learn why all ranks end, if one of them wants to; without votes, all go on."""
