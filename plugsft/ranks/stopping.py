@@ -20,7 +20,7 @@ class Vote(NamedTuple):
     failure: str = ""
     """Why this rank failed in it, or before."""
     can_save: bool = False
-    """Whether this rank could save a checkpoint after its failure."""
+    """Whether this rank can save a checkpoint after its failure."""
     signal: str = ""
     """The signal that asks this rank to end."""
     request: str = ""
@@ -76,7 +76,7 @@ class Stopping:
             operation,
             failure=describe_failure(first) if first else "",
             # A notice that failed leaves the weights as they are.
-            can_save=error is None and not self._fatal,
+            can_save=first is not None and error is None and not self._fatal,
             signal=self._caught,
             request=self._request,
         )
