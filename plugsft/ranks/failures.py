@@ -25,6 +25,8 @@ SILENT, FIRST = 30.0, 600.0
 
 Before the first beat it may take longer: Python starts slowly from some disks.
 """
+MOST_REQUESTS = 2_000
+"""The most that waiting ranks, all together, ask of the store in a second."""
 
 
 def connect_store() -> TCPStore:
@@ -97,7 +99,7 @@ class Watch:
                     raise PeerError(self.reason)
                 if os.environ["RANK"] == "0":
                     ensure_alive(shared, seen)
-                time.sleep(0.2)
+                time.sleep(max(0.2, size / MOST_REQUESTS))
         except RuntimeError as error:  # machine 0 has the store
             raise ended(0) from error
 
