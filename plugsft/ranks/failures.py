@@ -70,11 +70,12 @@ class Watch:
 
     def publish(self, error: Exception) -> None:
         """Tell the other ranks of this one's failure, unless another rank failed before."""
-        if self._store is None:
+        shared, self._store = self._store, None  # a rank says it once
+        if shared is None:
             return
         with suppress(RuntimeError):  # the store has ended
             text = f"rank {os.environ['RANK']} failed: {describe_failure(error)}"
-            first = self._store.compare_set(store_key("failed"), "", text).decode()
+            first = shared.compare_set(store_key("failed"), "", text).decode()
             if first == text:
                 self.end()  # this rank ends by its own error, with its traceback
             # This rank may host the store: let the others read it before it ends.

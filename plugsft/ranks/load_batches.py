@@ -93,7 +93,7 @@ class BatchLoader:
         batches = iter(self.hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps))
         loader = with_plugins(self.hooks.load_batches)
         try:
-            for expected in [*steps, None]:
+            for expected in [*steps, None]:  # None: ranks come to the end together, too
                 started = time.perf_counter()
                 with agree("making batches"):
                     loaded = next(batches, None)
@@ -118,18 +118,20 @@ class BatchLoader:
         """Make what a plugin may call ahead of time, in a thread or out of order."""
 
         def build(step: int) -> LoadedStep:
-            current: list[Ints] = []
+            collating: Ints | None = None
             try:
                 plan, collated = plan_step(step), []
-                for examples in plan.layout[self._rank]:
-                    current = [examples]
-                    collated.append(self._collate(tokens, examples))
-                started, current = time.perf_counter(), []
+                for collating in plan.layout[self._rank]:
+                    collated.append(self._collate(tokens, collating))
+                collating = None
+                started = time.perf_counter()
                 batches = list(map(self._to_device, collated))
                 return LoadedStep(plan, batches, time.perf_counter() - started)
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"
-                error.add_note(f"{note}, from {name_rows(tokens, current)}" if current else note)
+                if collating is not None:
+                    note += f", from {name_rows(tokens, [collating])}"
+                error.add_note(note)
                 raise
 
         return build
@@ -183,13 +185,13 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
     If `maker` has changed the tokens, documents may have other lengths, but be no fewer.
     """
     lengths = tokens.sequences(examples)[0].tolist()
-    last = len(lengths) - 1
-    # Without boundaries, a row is one document. The last one may contain the padding.
-    given = [*batch.get("documents", [sum(lengths)])][: last + 1]
-    if given[:last] == lengths[:last] and given[last:] >= lengths[last:]:
+    # Without boundaries, a row is one document.
+    given = [*batch.get("documents", [sum(lengths)])][: len(lengths)]
+    # The last document may contain the padding.
+    if given[:-1] == lengths[:-1] and given[-1:] >= lengths[-1:]:
         return
     ids = tokens.gather(examples)[0]
-    if len(given) <= last or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
+    if len(given) < len(lengths) or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
         raise PluginError(
             f"{maker} packed examples that attend to each other: their 'documents' begin with "
             f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return pack(tokens, examples), "
