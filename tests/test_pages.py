@@ -1,5 +1,6 @@
 """The pages agree with each other and with what they show: links, plugins, hooks, figures."""
 
+import ast
 import json
 import re
 from itertools import permutations
@@ -52,6 +53,27 @@ def test_the_map_of_the_code_names_every_room():
     entries -= {"py.typed", "plugins"}
     rooms = {name if "." in name else f"{name}/" for name in entries}
     assert {*re.findall(r"(?<!\S)[a-z_]+(?:/|\.py)(?!\S)", code)} >= rooms
+
+
+def test_the_places_that_contributing_names_are_there():
+    section = TEXTS[ROOT / "CONTRIBUTING.md"].split("\n## Where it happens\n")[1].split("\n## ")[0]
+    missing, file = [], ""
+    for name in re.findall(r"`([\w./]+)`", section):
+        if name.endswith(".py"):
+            file = name if name.startswith("plugins/") else f"plugsft/{name}"
+        elif name not in places_in(ROOT / file):
+            missing.append(f"{file}: {name}")
+    assert not missing
+
+
+def places_in(path):
+    """The functions and classes of a module, and the methods of its classes as Class.method."""
+    found = set()
+    for node in ast.parse(path.read_text("utf8")).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        found |= {f"{node.name}.{it.name}" for it in inner if hasattr(it, "name")}
+        found |= {node.name} if hasattr(node, "name") else set()
+    return found
 
 
 def test_the_readme_is_read_in_five_minutes():
