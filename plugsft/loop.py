@@ -114,7 +114,7 @@ def all_reduce(run: Run, losses: list[Tensor], batch: GlobalBatch | None = None)
     """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
     metrics, counts = plugin_metrics(run), batch.counts() if batch else {}
     facts = {
-        **(batch.facts() if batch else {}),
+        **(batch.compared() if batch else {}),
         "the names that 'add_metrics' gave": ", ".join(metrics) or "none",
     }
     return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)

@@ -34,7 +34,7 @@ from .ranks.agree import agreed, ensure_alike
 from .ranks.connect import connect
 from .ranks.load_batches import explain_out_of_memory_in_loading
 from .ranks.optimizer_checks import ensure_uses_settings
-from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, model_facts, recipe_facts
+from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, compared_model, compared_recipe
 from .ranks.sharding import (
     is_sharded,
     is_zero3,
@@ -74,8 +74,8 @@ def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
 def connect_ranks(recipe: Recipe, active: Active, machine: Machine, data: Prepared) -> Accelerator:
     """Connect the ranks; refuse other recipes, plugins, data or outputs on some of them."""
     accelerator = connect(recipe, machine)
-    facts = recipe_facts(recipe) | active.facts() | data.facts()
-    ensure_alike(facts, SAME_INPUTS)
+    compared = compared_recipe(recipe) | active.compared() | data.compared()
+    ensure_alike(compared, SAME_INPUTS)
     ensure_one_output(recipe)
     return accelerator
 
@@ -103,12 +103,12 @@ def load_model(
             model = active.hooks.optimize_model(load=load)
             ensure_saveable(model)
             model.train()
-            facts = model_facts(model, load)
-        ensure_alike(facts, SAME_INPUTS)
+            compared = compared_model(model, load)
+        ensure_alike(compared, SAME_INPUTS)
         module, optimizer = shard_model(accelerator, load, model, make_optimizer)
         load.files.close()
     weights = weights_of(accelerator, module, optimizer)
-    return Loaded(load, module, optimizer, weights, facts[MODEL_FILES])
+    return Loaded(load, module, optimizer, weights, compared[MODEL_FILES])
 
 
 def plan_steps(
@@ -119,8 +119,8 @@ def plan_steps(
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
         schedule = Schedule(factor, optimizer, plan.steps)
-        facts = plan.facts() | schedule.facts()
-    ensure_alike(facts, SAME_INPUTS)
+        compared = plan.compared() | schedule.compared()
+    ensure_alike(compared, SAME_INPUTS)
     return plan, schedule
 
 

@@ -59,6 +59,7 @@ class Plan:
             )
         self._row_limit = recipe.micro_batch_size() if recipe.provides("packed_rows") else None
         self._epochs: dict[int, Epoch] = {}
+        self._lock = Lock()  # steps may be planned in several threads
         first = self._epoch(0)
         self.per_epoch, self.examples, self._first_order = len(first), first.examples, first.order
         if not self.per_epoch:
@@ -110,7 +111,7 @@ class Plan:
                 f"{limit:,}; raise it, or lower data.max_length"
             )
 
-    def facts(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Describe the number of steps and the layout of the first, to compare ranks."""
         first = self.plan_step(1)
         layout = [[examples.tolist() for examples in rank] for rank in first.layout]
@@ -137,10 +138,11 @@ class Plan:
 
     def _epoch(self, epoch: int) -> Epoch:
         """Plan an epoch, unless that is done; keep the one before, whose steps may still come."""
-        if epoch not in self._epochs:
-            self._epochs = {n: known for n, known in self._epochs.items() if n >= epoch - 1}
-            self._epochs[epoch] = self._plan_epoch(epoch)
-        return self._epochs[epoch]
+        with self._lock:
+            if epoch not in self._epochs:
+                self._epochs = {n: known for n, known in self._epochs.items() if n >= epoch - 1}
+                self._epochs[epoch] = self._plan_epoch(epoch)
+            return self._epochs[epoch]
 
     def _plan_epoch(self, number: int) -> Epoch:
         order = self._order(number)
@@ -180,7 +182,7 @@ class Epoch:
         self._left = np.bincount(order, minlength=count).astype(np.int32)
         """How often each example is still to come."""
         self._seen = set[int]()
-        self._lock = Lock()  # steps may be planned in several threads
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._layouts)
@@ -210,7 +212,9 @@ class Epoch:
                 f"{self._planner} laid out example {repeated[0]:,} more often than the epoch's "
                 "order has it; it must lay out each example once"
             )
-        lost = np.flatnonzero(self._left) if len(self._seen) == len(self) else repeated
+        if len(self._seen) < len(self):
+            return
+        lost = np.flatnonzero(self._left)
         if lost.size:
             raise PluginError(
                 f"{self._planner} left out {lost.size:,} examples of the epoch, such as "

@@ -21,7 +21,7 @@ from ..ranks.loss_scale import LossScale
 from ..ranks.optimizer_checks import optimizers_in
 from ..ranks.weights import Weights, ZeroWeights
 from .files import ShardReader
-from .tree import PLAIN, RESUME_ALIKE, Decoder, Encoder, Place, Unstorable, where_in_plugin
+from .tree import PLAIN, RESUME_ALIKE, Decoder, Encoder, Location, Unstorable, where_in_plugin
 
 WEIGHTS, OPTIMIZER, PLUGINS = "model", "optimizer", "plugins"
 """Beginnings of the names of tensors."""
@@ -111,16 +111,16 @@ class TrainState:
         states = described["plugin_states"].items()
         return {name: decode(state, f"{PLUGINS}/{name}") for name, state in states}
 
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, Location]:
         """Where the optimizer's state of each trained weight lies."""
         weights, zero, places = self.weights, self._zero, {}
         for name, weight in weights.parameters().items():
             if isinstance(weights, ZeroWeights):
                 number, offset, *_ = zero.grad_position[zero.get_param_id(weight)]
                 joined = zero.fp32_partitioned_groups_flat[number]
-                places[name] = Place(joined, partial(weights.range_in, weight, offset))
+                places[name] = Location(joined, partial(weights.range_in, weight, offset))
             else:
-                places[name] = Place(weight, lambda state: shard_of(state.contiguous()))
+                places[name] = Location(weight, lambda state: shard_of(state.contiguous()))
         return places
 
     def _describe_optimizers(self, encode: Encoder) -> list[Values]:

@@ -36,7 +36,7 @@ TENSORS = (Tensor, torch.nn.Parameter, DTensor)
 RESUME_ALIKE = "resume with the launcher and the number of ranks that wrote it"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where this rank's numbers of a weight lie, in any tensor that is like it."""
 
     like: Any
@@ -45,10 +45,10 @@ class Place(NamedTuple):
     """This rank's shard of the weight in a tensor like that."""
 
 
-def place_of_slice(weight: Any) -> Place:
+def place_of_slice(weight: Any) -> Location:
     """Where the numbers lie in a plugin's `WeightSlice`: a plain tensor on each rank."""
     shard = shard_of(weight)
-    return Place(
+    return Location(
         local_values(weight), lambda values: replace(shard, values=values.detach().reshape(-1))
     )
 
@@ -69,7 +69,7 @@ class Encoder:
     """The model's parameters by name: plugins may keep slices of them."""
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
-    def __call__(self, value: Any, name: str, place: Place | None = None) -> Any:
+    def __call__(self, value: Any, name: str, place: Location | None = None) -> Any:
         """Describe a value; `place` is that of its weight, if it belongs to one."""
         if isinstance(value, np.generic):
             return {"numpy": [value.dtype.name, value.item()]}
@@ -88,7 +88,7 @@ class Encoder:
             return {"dict": [[key, self(item, inside, place)] for key, item, inside in items]}
         raise Unstorable(name, _kind(value))
 
-    def _tensor(self, tensor: Any, name: str, place: Place | None) -> dict[str, Any]:
+    def _tensor(self, tensor: Any, name: str, place: Location | None) -> dict[str, Any]:
         if type(tensor) not in TENSORS:
             raise Unstorable(name, _kind(tensor))
         described: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
@@ -106,7 +106,7 @@ class Encoder:
             described |= {"on_each_rank": name, "checksum": _checksum(tensor)}
         return {"tensor": described}
 
-    def _place_of(self, weight_slice: WeightSlice, name: str) -> Place:
+    def _place_of(self, weight_slice: WeightSlice, name: str) -> Location:
         weight, shape = weight_slice.weight, weight_slice.values.shape
         if weight not in self.weights:
             raise PluginError(
@@ -133,7 +133,7 @@ class Decoder:
     same_sharding: bool
     """Whether the weights are divided as in the checkpoint."""
 
-    def __call__(self, described: Any, where: str, place: Place | None = None) -> Any:
+    def __call__(self, described: Any, where: str, place: Location | None = None) -> Any:
         """Make a value; `where` names it in errors, `place` is as for the encoder."""
         if not isinstance(described, Mapping):
             return described
@@ -153,7 +153,7 @@ class Decoder:
         values = [self(item, f"{where}/{n}", place) for n, item in enumerate(content)]
         return tuple(values) if kind == "tuple" else values
 
-    def _tensor(self, described: Mapping[str, Any], where: str, place: Place | None) -> Tensor:
+    def _tensor(self, described: Mapping[str, Any], where: str, place: Location | None) -> Tensor:
         dtype, shape = dtype_named(described["dtype"]), described["shape"]
         device = torch.device("cpu") if described.get("host") else home_of(self.device, place)
         if place is not None and "like_weight" in described:
@@ -175,7 +175,7 @@ class Decoder:
         self.reader.fill(described["on_each_rank"], shard_of(tensor))
         return tensor
 
-    def fill(self, described: Mapping[str, Any], place: Place, tensor: Tensor) -> Tensor:
+    def fill(self, described: Mapping[str, Any], place: Location, tensor: Tensor) -> Tensor:
         """Read a weight's numbers in a tensor like it."""
         shard, name = place.shard(tensor), described["like_weight"]
         if [*shard.shape] != described["shape"]:
@@ -184,7 +184,7 @@ class Decoder:
         return tensor
 
 
-def home_of(device: torch.device, place: Place | None) -> torch.device:
+def home_of(device: torch.device, place: Location | None) -> torch.device:
     """The device of a tensor that is not described as on the host."""
     home: torch.device = device if place is None else place.like.device
     return home

@@ -128,7 +128,7 @@ class Prepared:
         """The largest token id of all data."""
         return max(int(data.facts["largest_id"]) for data in (self.tokens, self.evaluation) if data)
 
-    def facts(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Describe the data, to compare ranks."""
         named = {"the training data": self.tokens, "the evaluation data": self.evaluation}
         return {name: _describe_tokens(tokens) for name, tokens in named.items() if tokens}

@@ -172,7 +172,7 @@ class ShardWriter:
         shard = Shard(self.path(part).name, source=part.source, rows=part.stop - part.start)
         numbers, rows = list[int](), list[Row]()
         for number, row in enumerate(part.rows.read(0, len(part.rows)), part.start):
-            if isinstance(row, str):
+            if isinstance(row, str):  # the reason why it cannot be read
                 shard.bad.setdefault(row, []).append(number)
             else:
                 numbers.append(number)

@@ -34,7 +34,7 @@ class Schedule:
         self._factors, self._optimizer = factors_of(factor, steps), optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
-    def facts(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Describe the learning rates, to compare ranks."""
         return {
             "the learning rates": digest(
@@ -76,7 +76,7 @@ def factors_of(factor: Any, steps: int) -> list[float]:
     return [float(value) for value in factors]
 
 
-class Place(NamedTuple):
+class Point(NamedTuple):
     """A step in a run."""
 
     done: int
@@ -121,7 +121,7 @@ def long_warmup(train: Train, total: int) -> str:
 def schedule_factor(train: Train, total: int) -> Factor:
     """Make the recipe's schedule for a run of `total` steps; refuse options that it lacks."""
     curve, options = CURVES[train.schedule], train.schedule_options
-    start = Place(0, max(1, total), 0, train.learning_rate)
+    start = Point(0, max(1, total), 0, train.learning_rate)
     try:
         validate_call(config={"strict": True})(curve)(start, **options)
     except ValidationError as error:
@@ -140,7 +140,7 @@ def schedule_factor(train: Train, total: int) -> Factor:
     def factor(done: int) -> float:
         if rises and done < warmup:
             return done / warmup
-        return curve(Place(done, total, warmup, train.learning_rate), **options)
+        return curve(Point(done, total, warmup, train.learning_rate), **options)
 
     return factor
 
@@ -159,56 +159,56 @@ def _explain(schedule: str, names: list[str], error: dict[str, Any]) -> str:
 # The curves, from the end of the warm-up on.
 
 
-def constant(place: Place) -> float:
+def constant(point: Point) -> float:
     """Stay at the peak."""
     return 1.0
 
 
-def linear(place: Place) -> float:
+def linear(point: Point) -> float:
     """Fall to 0 on a line."""
-    return (place.total - place.done) / (place.total - place.warmup)
+    return (point.total - point.done) / (point.total - point.warmup)
 
 
-def cosine(place: Place, *, num_cycles: float = 0.5) -> float:
+def cosine(point: Point, *, num_cycles: float = 0.5) -> float:
     """Fall to 0 on half a cosine."""
-    return half_cosine(place.progress, num_cycles)
+    return half_cosine(point.progress, num_cycles)
 
 
-def cosine_with_restarts(place: Place, *, num_cycles: PositiveInt = 1) -> float:
+def cosine_with_restarts(point: Point, *, num_cycles: PositiveInt = 1) -> float:
     """Fall to 0 on half a cosine, several times."""
-    return half_cosine((num_cycles * place.progress) % 1.0)
+    return half_cosine((num_cycles * point.progress) % 1.0)
 
 
 def cosine_with_min_lr(
-    place: Place,
+    point: Point,
     *,
     num_cycles: float = 0.5,
     min_lr: NonNegativeFloat | None = None,
     min_lr_rate: NonNegativeFloat | None = None,
 ) -> float:
     """Fall to a smallest learning rate, or to a share of the peak, on half a cosine."""
-    if (min_lr is None) == (min_lr_rate is None) or (min_lr and not place.peak):
+    if (min_lr is None) == (min_lr_rate is None) or (min_lr and not point.peak):
         raise ValueError("needs either min_lr or min_lr_rate (where learning_rate is 0, the rate)")
-    floor = min_lr_rate or (min_lr / place.peak if min_lr else 0.0)
-    return half_cosine(place.progress, num_cycles) * (1 - floor) + floor
+    floor = min_lr_rate or (min_lr / point.peak if min_lr else 0.0)
+    return half_cosine(point.progress, num_cycles) * (1 - floor) + floor
 
 
-def polynomial(place: Place, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> float:
+def polynomial(point: Point, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> float:
     """Fall to `lr_end` as a power of the steps that are left."""
-    if place.peak <= lr_end:
+    if point.peak <= lr_end:
         raise ValueError(f"needs lr_end < train.learning_rate; lr_end is {lr_end:g}")
-    left: float = (1 - place.progress) ** power
-    return ((place.peak - lr_end) * left + lr_end) / place.peak
+    left: float = (1 - point.progress) ** power
+    return ((point.peak - lr_end) * left + lr_end) / point.peak
 
 
-def inverse_sqrt(place: Place, *, timescale: PositiveInt | None = None) -> float:
+def inverse_sqrt(point: Point, *, timescale: PositiveInt | None = None) -> float:
     """Fall with the root of the step."""
-    scale = timescale or place.warmup or 10_000
-    return 1 / math.sqrt((place.done + scale - place.warmup) / scale)
+    scale = timescale or point.warmup or 10_000
+    return 1 / math.sqrt((point.done + scale - point.warmup) / scale)
 
 
 def warmup_stable_decay(
-    place: Place,
+    point: Point,
     *,
     num_decay_steps: NonNegativeInt,
     num_stable_steps: NonNegativeInt | None = None,
@@ -218,12 +218,12 @@ def warmup_stable_decay(
     num_cycles: float = 0.5,
 ) -> float:
     """Rise, stay at the peak, and fall in the last `num_decay_steps`."""
-    done, fall = place.done, place.total - num_decay_steps
+    done, fall = point.done, point.total - num_decay_steps
     if num_stable_steps is not None:
-        fall = place.warmup + num_stable_steps
+        fall = point.warmup + num_stable_steps
     share = 0.0
-    if done < place.warmup:
-        share = RISES[warmup_type](done / place.warmup)
+    if done < point.warmup:
+        share = RISES[warmup_type](done / point.warmup)
     elif done < fall:
         return 1.0
     elif done < fall + num_decay_steps:

@@ -61,7 +61,7 @@ class GlobalBatch:
         computed = sum(batch["input_ids"].numel() for batch in self.micro_batches)
         return {"computed_tokens": computed, "data_wait_seconds": self.waited}
 
-    def facts(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Describe what is the same on all ranks."""
         micro_batches = [examples.tobytes() for examples in chain(*self.plan.layout)]
         layout = xxhash.xxh3_64_hexdigest(b"|".join(micro_batches))

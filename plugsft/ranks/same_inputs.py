@@ -22,14 +22,14 @@ PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "
 MODEL_FILES = "the model's files"
 
 
-def recipe_facts(recipe: Recipe) -> dict[str, str]:
+def compared_recipe(recipe: Recipe) -> dict[str, str]:
     """Describe the recipe, without plugins, and the version of plugsft."""
     keys = flatten(recipe.model_dump(exclude_none=True) | {"plugins": {}})
-    facts = {key: repr(value) for key, value in keys.items() if not key.startswith(PLACES)}
-    return facts | {"the version of plugsft": importlib.metadata.version("plugsft")}
+    compared = {key: repr(value) for key, value in keys.items() if not key.startswith(PLACES)}
+    return compared | {"the version of plugsft": importlib.metadata.version("plugsft")}
 
 
-def model_facts(model: Any, load: ModelLoad) -> dict[str, str]:
+def compared_model(model: Any, load: ModelLoad) -> dict[str, str]:
     """Describe the model of this rank by its configuration and samples of its files.
 
     Weights in memory follow from these, from the seed and from the plugins, compared before.

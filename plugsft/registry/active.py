@@ -119,7 +119,7 @@ class Active:
                     changed[f"plugins.{name}.{option}"] = options[option]
         return changed
 
-    def facts(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Describe options and code of the plugins, to compare ranks."""
         options = self.options_affecting_results().items()
         code = {f"the code of plugin {name}": self.source_digest(name) for name in self.plugins}
