@@ -70,9 +70,9 @@ def test_sharegpt_s_tools():
     ]
     assert talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
-    assert reason(row, "conversations") == "a call is not an object with a name, or its JSON"
+    assert reason(row, "conversations") == "a tool call is not an object with a name, or the JSON of one"
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
-    assert reason(row, "conversations") == "a call is not an object with a name, or its JSON"
+    assert reason(row, "conversations") == "a tool call is not an object with a name, or the JSON of one"
 
 
 def test_alpaca():
@@ -205,7 +205,7 @@ def test_turns_without_words():
         assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
     for wrong in ("look_up", [3], [{"function": {}}], [{"function": "look_up"}]):
         row = {"messages": [ASK, {**called, "tool_calls": wrong}]}
-        assert reason(row) == "a call is not an object with a name, or its JSON"
+        assert reason(row) == "a tool call is not an object with a name, or the JSON of one"
 
 
 def test_a_row_without_the_columns_names_those_it_has():

@@ -163,7 +163,7 @@ def _read_call(call: Any) -> Row:
     if function is None:  # a call without the outer object
         function = {key: rest.pop(key) for key in ("name", "arguments") if key in rest}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a call is not an object with a name, or its JSON")
+        raise BadRow("a tool call is not an object with a name, or the JSON of one")
     arguments = _parsed(function.get("arguments"))
     if not isinstance(arguments, dict):
         raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")

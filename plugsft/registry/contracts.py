@@ -128,7 +128,8 @@ def _name_source(error: BaseException, name: str, hook: str) -> None:
             f"plugin '{name}' ended the program in its hook '{hook}', as sys.exit() does; a plugin "
             "calls run.stop(reason), or raises PluginError"
         ) from error
-    error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
+    if f"plugins.{name}" not in str(error):  # its message says so
+        error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
 
 
 def ensure_metric(metric: str, value: Any, plugin: str, owner: str) -> None:
