@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,13 @@ def test_each_change_of_what_the_tokens_depend_on_changes_the_key(recipe, tmp_pa
     flip(data, data.read_bytes().index(b"quick") + 2)
     names.append(key(path))
     assert len(set(names)) == len(names) == 15
+
+
+def test_another_stop_token_of_the_model_changes_the_key(recipe):
+    data = prepare.open_data(*(made := opened(recipe(), ())))
+    before = digest(keys.key_of(data.work, data.sources, made[1]))
+    data.work.tokenizer = replace(data.work.tokenizer, more_stops=("quick",))
+    assert digest(keys.key_of(data.work, data.sources, made[1])) != before
 
 
 def test_what_cannot_change_the_tokens_does_not_change_the_key(recipe, tmp_path):

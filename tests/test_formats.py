@@ -70,9 +70,15 @@ def test_sharegpt_s_tools():
     ]
     assert talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
-    assert reason(row, "conversations") == "a tool call is not an object with a name, or the JSON of one"
+    assert (
+        reason(row, "conversations")
+        == "a tool call is not an object with a name, or the JSON of one"
+    )
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
-    assert reason(row, "conversations") == "a tool call is not an object with a name, or the JSON of one"
+    assert (
+        reason(row, "conversations")
+        == "a tool call is not an object with a name, or the JSON of one"
+    )
 
 
 def test_alpaca():

@@ -143,6 +143,13 @@ def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
     assert tokens.rows.tolist() == [n for n in range(20) if n not in (2, 3, 11, 19)]
 
 
+def test_a_later_slice_is_read_in_the_format_of_the_first_rows(run, monkeypatch):
+    monkeypatch.setattr(sources, "SLICE_ROWS", 10)
+    _, tokens, _ = run([GOOD] * 110 + [{"text": "owls hoot"}] * 10, on_bad_row="drop")
+    assert len(tokens) == 110
+    assert sum(entry["count"] for entry in tokens.facts["bad_rows"].values()) == 10
+
+
 @pytest.mark.parametrize("rows", [[{"messages": [ASK]}] * 3, [NOBODY]])
 def test_a_data_set_without_a_trained_token_stops(run, rows):
     with pytest.raises(DataError, match=r"no row has a token to train on: line.*Correct"):

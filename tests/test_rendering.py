@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from conftest import chats, tiny_tables
 from formats import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from plugsft import DataError
+from plugsft import DataError, Encoded
 from plugsft.data.chat import BLOCKS, CHATML, SERVED, Chat
 from plugsft.data.examples import target_mask
 from plugsft.data.jinja import compile_template
@@ -331,6 +332,12 @@ def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer):
     encoded = lighten(tokenizer).encode_texts([text], False)
     mask = target_mask(encoded, [text], [[(0, text.index("🦉") + 1)]])
     assert tokenizer.decode(encoded.ids[: mask.sum() + 1]) == "owls 🦉"
+
+
+def test_an_end_of_text_that_the_tokenizer_adds_is_trained():
+    ids, ends = np.arange(3, dtype=np.int32), np.array([3, 5, 5])
+    encoded = Encoded(ids=ids, counts=np.array([3]), ends=ends)
+    assert target_mask(encoded, ["owls."], [[(0, 5)]]).tolist() == [False, True, True]
 
 
 def test_an_empty_span_takes_nothing_away(tokenizer):

@@ -83,6 +83,15 @@ def test_an_identity_follows_the_content_and_the_split(tmp_path, kind):
         assert open_source(Source(source=str(two))).identity != identity
 
 
+def test_an_identity_follows_the_files_in_folders_of_a_folder(tmp_path):
+    path = tmp_path / "set/data"
+    path.mkdir(parents=True)
+    datasets.Dataset.from_list(ROWS).to_parquet(path / "train-00000.parquet")
+    before = open_source(Source(source=str(path.parent))).identity
+    datasets.Dataset.from_list(ROWS[::-1]).to_parquet(path / "train-00000.parquet")
+    assert open_source(Source(source=str(path.parent))).identity != before
+
+
 def test_a_column_is_missed_only_where_no_row_of_any_source_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "COLUMN_ROWS", 4)
     late = [*({"dialog": [], "id": n} for n in range(20)), {"functions": []}]

@@ -176,3 +176,7 @@ def test_a_tokenizer_of_another_kind(tmp_path):
     encoded = lighten(loaded).encode_texts(["fox 🦉 owls"], False)
     assert encoded.ids.tolist() == loaded("fox 🦉 owls")["input_ids"]
     assert encoded.ends[-1] == 13 and (np.diff(encoded.ends) >= 0).all()
+    text = "the quick fox"
+    encoded = lighten(loaded).encode_texts([text], False)
+    offsets = loaded.backend_tokenizer.encode(text).offsets
+    assert encoded.ends.tolist() == [end for _, end in offsets], "the space before it is no byte"
