@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import (
     ROOT,
     chats,
@@ -23,6 +24,7 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
+from plugsft.ranks.connect import seed_step
 from plugsft.ranks.stopping import Stopping
 
 # 43 examples in global batches of 8: five whole ones and one of three, in every epoch.
@@ -75,6 +77,16 @@ def test_without_the_scaling_by_ranks_the_law_above_fails(tiny, tmp_path):
     ]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     assert curve(tmp_path / "2x4") != pytest.approx(reference, rel=1e-2)
+
+
+def test_each_rank_draws_other_random_numbers_at_each_step():
+    def drawn(step, rank):
+        seed_step(0, step, rank)
+        return torch.rand(1).item()
+
+    numbers = [drawn(step, rank) for step in range(1, 5) for rank in range(4)]
+    assert len({*numbers}) == len(numbers)
+    assert drawn(2, 1) == numbers[5], "whatever was drawn before"
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tiny, tmp_path):
