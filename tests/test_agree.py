@@ -12,6 +12,7 @@ from forks import FORKS
 
 from plugsft.base.errors import DiskError, LaunchError, TrainError
 from plugsft.ranks.agree import agreed, ensure_alike
+from plugsft.ranks.stopping import Stopping, Vote
 
 RANKS = 4
 
@@ -152,3 +153,12 @@ def test_ranks_with_other_rows_behind_one_path_stop_before_step_1(tmp_path):
     assert "the ranks differ in the training data: rank 0 has 24 examples of" in said
     assert "rank 1 has 24 examples of" in said and "same files on all of them" in said
     assert "step 1" not in ended[0].stdout and not (tmp_path / "run/run.json").exists()
+
+
+def test_a_checkpoint_is_saved_after_a_failure_only_if_every_failed_rank_can_save():
+    harmless = Vote("step 3", failure="a notice failed", can_save=True)
+    fatal = Vote("step 3", failure="its state is half updated")
+    stopping = Stopping()
+    for votes, can_save in (([harmless, Vote("step 3")], True), ([harmless, fatal], False)):
+        stopping.learn(votes)
+        assert stopping.can_save is can_save

@@ -8,7 +8,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from conftest import run_plugsft
+from conftest import must_succeed, run_plugsft
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +21,11 @@ from plugsft.base.atomic import (
     stamp,
     step_folder,
 )
+from plugsft.base.machine import look
 from plugsft.checkpoint.same_run import STATE
 from plugsft.output.folder import newest_checkpoint
+from plugsft.registry.load import load
+from plugsft.run import open_run
 
 # What users, other tools and file managers make of our names.
 COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]
@@ -144,3 +147,15 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tiny, tmp_path, fault)
         warned = [line for line in result.stdout.splitlines() if "could not be removed" in line]
         assert warned and "step-000001" in warned[0], result.stdout
         assert (folder / "step-000003").is_dir() and (tmp_path / "run/model").is_dir()
+
+
+def test_checkpoints_of_later_steps_are_an_earlier_runs_and_do_not_count(tiny, tmp_path):
+    train = {"steps": 12, "batch_size": 8, "micro_batch": 4, "learning_rate": 1e-3}
+    path = tiny(train=train, checkpoint={"every": 2, "keep": 9})
+    must_succeed(path)
+    recipe, active = load(path, ["checkpoint.keep=2"])
+    folder = recipe.folder / "checkpoints"
+    opened = open_run(recipe, active, look(), [step_folder(folder, 4)])
+    opened.checkpoints.save(6)
+    opened.checkpoints._thread.shutdown()  # it removes the oldest ones
+    assert [parse_step(path) for path in list_checkpoints(folder)] == [4, 6, 8, 10, 12]
