@@ -86,6 +86,7 @@ def test_an_identity_follows_the_content_and_the_split(tmp_path, kind):
 def test_an_identity_follows_the_files_in_folders_of_a_folder(tmp_path):
     path = tmp_path / "set/data"
     path.mkdir(parents=True)
+    (path.parent / "README.md").write_text("Chats.")
     datasets.Dataset.from_list(ROWS).to_parquet(path / "train-00000.parquet")
     before = open_source(Source(source=str(path.parent))).identity
     datasets.Dataset.from_list(ROWS[::-1]).to_parquet(path / "train-00000.parquet")
