@@ -1,10 +1,12 @@
 """Operations that all ranks must enter together end all ranks if one fails or stays away."""
 
 import json
+import shutil
 import time
 
+import numpy as np
 import pytest
-from conftest import chats, start_ranks
+from conftest import chats, must_succeed, start_ranks, tiny_tables, write_recipe
 from plugin_packages import activate, install
 
 # In `ready`, two ranks enter each operation in turn; on rank 1, something goes wrong.
@@ -177,3 +179,22 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_one_ends_with_its_reason
     assert ended[0].returncode == ended[1].returncode == 1
     assert "rank 1 failed: NotImplementedError" in ended[0].stderr
     assert "raised by plugin 'hangs', in its hook 'stepped'" in ended[1].stderr
+
+
+@pytest.mark.slow
+def test_ranks_with_other_model_files_are_refused_before_step_1(tiny, tmp_path):
+    must_succeed(tiny(train={"steps": 1}))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        shutil.copytree(tmp_path / "run/model", folder)
+    weights = folders[1] / "model.safetensors"
+    raw = np.fromfile(weights, np.uint8)
+    raw[len(raw) // 2 :] ^= 1
+    raw.tofile(weights)
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(folders[0])}}
+    recipe = write_recipe(tmp_path / "again.toml", tables)
+    output = f"output={tmp_path / 'again'}"
+    words = [(recipe, output, f"model.path={folder}") for folder in folders]
+    ended = [rank.wait(60) for rank in start_ranks(2, words=words)]
+    assert [one.returncode for one in ended] == [2, 2], ended
+    assert "the ranks differ in the model's files" in ended[0].stderr

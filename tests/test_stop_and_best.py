@@ -157,6 +157,10 @@ BEST = """
         @hookimpl
         def load_state_dict(self, state):
             self.calls = state["calls"]
+
+        @hookimpl
+        def saved(self, kind, step):
+            print(f"saved: {kind} of step {step}")
 """
 
 
@@ -172,6 +176,7 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     run = tmp_path / "run"
     done = must_succeed(recipe)
     assert "best: eval_told " in done.stdout and " at step 2; model/ has its weights" in done.stdout
+    assert "saved: model of step 2" in done.stdout
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
         "step-000002",
         "step-000006",
