@@ -19,6 +19,7 @@ from plugsft.recipe import tables as recipe_module
 from plugsft.recipe.explain import explain
 from plugsft.recipe.parse import fields, flatten, resolved
 from plugsft.recipe.read import read, validate
+from plugsft.recipe.tables import Checkpoint
 from plugsft.registry.discover import find, load_class
 from plugsft.registry.load import load
 
@@ -612,3 +613,8 @@ def test_each_branch_of_a_union_is_explained_in_one_line():
         "r: plugins.packing.names.a: given 'b'; it should be a whole number, such as 2",
         "r: plugins.packing.wanted: missing; set it",
     ]
+
+
+def test_checkpoints_come_ten_times_a_run_and_at_least_every_500_steps():
+    steps = {1: 1, 9: 1, 10: 1, 11: 2, 95: 10, 5_000: 500, 100_000: 500}
+    assert {total: Checkpoint().interval(total) for total in steps} == steps

@@ -1,6 +1,7 @@
 """Shards of tensors on disk, read by any other number of ranks."""
 
 import json
+import os
 from itertools import pairwise
 
 import pytest
@@ -71,6 +72,13 @@ def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
             reader.fill("model/a", there)
         reader.fill("model/a", there, exact=False)
     assert there.values.tolist() == [1.0, 3.0]
+
+
+def test_each_file_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    synced, sync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or sync(file))
+    write_shards(tmp_path, 0, {"model/a": TensorShard(torch.ones(2), 0, (2,))})
+    assert {path.stat().st_ino for path in tmp_path.glob("*.safetensors")} <= synced
 
 
 def test_large_parts_go_to_several_files(tmp_path, monkeypatch):

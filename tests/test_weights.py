@@ -36,6 +36,15 @@ def weighted(rows, weights=WEIGHTS):
     ]
 
 
+def test_weights_that_are_1_on_average_count_in_every_micro_batch(tiny, tmp_path):
+    rows, losses = weighted(chats(16), [0.5, 1.5]), []
+    for micro_batch in (1, 16):
+        train = {"batch_size": 16, "micro_batch": micro_batch, "steps": 1}
+        must_succeed(tiny(rows, train=train), f"output={tmp_path / str(micro_batch)}")
+        losses.append(read_metrics(tmp_path / str(micro_batch))[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_the_loss_is_that_of_a_plain_computation_in_every_layout(tiny, tmp_path):
     rows, others = weighted(chats(16)), weighted(chats(9, seed=1), [0, 2, 0, 0.5])
     evaluation = {"source": str(write_jsonl(tmp_path / "eval.jsonl", others)), "every": 1}
