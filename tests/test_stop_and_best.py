@@ -161,7 +161,25 @@ BEST = """
         @hookimpl
         def saved(self, kind, step):
             print(f"saved: {kind} of step {step}")
+
+        @hookimpl
+        def evaluated(self, run):
+            print(f"evaluated after step {run.step}")
 """
+
+
+def test_a_resume_does_not_repeat_an_evaluation(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", told=BEST), monkeypatch)
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN,
+        eval={"split": "train[:4]", "every": 1},
+        checkpoint={"every": 2, "keep": 9},
+        plugins={"told": {"values": [0.0] * 6}},
+    )
+    must_succeed(recipe)
+    again = must_succeed(recipe, "--resume-from", tmp_path / "run/checkpoints/step-000002")
+    assert re.findall(r"evaluated after step (\d)", again.stdout) == ["3", "4", "5", "6"]
 
 
 def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monkeypatch):
