@@ -417,6 +417,14 @@ def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     assert old.read_text() == new and left_over(place) == [old.name]
 
 
+def test_a_process_of_another_machine_is_judged_by_its_heartbeat_alone(place):
+    place.parent.mkdir()
+    claim = Claims(place).path("builder")
+    for host, living in (("another-host", [claim]), (HOST_ID, [])):
+        claim.write_text(f"{host} {2**22 - 1} 0")  # no process has this number here
+        assert Claims(place).living() == living
+
+
 def test_a_claim_that_is_another_s_by_now_is_not_removed(place):
     place.parent.mkdir()
     with Claims(place).build() as mine:

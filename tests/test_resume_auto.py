@@ -9,6 +9,7 @@ import time
 import pytest
 from conftest import (
     chats,
+    must_succeed,
     read_metrics,
     run_plugsft,
     start_plugsft,
@@ -16,6 +17,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
+from plugin_packages import activate, install
 
 from plugsft.base.atomic import is_published
 
@@ -128,3 +130,27 @@ def test_ranks_go_on_from_one_checkpoint_or_not_at_all(finished, tmp_path):
     assert all(one.returncode == 2 for one in ended), said
     assert "the ranks differ in the lock of the output folder: rank 0 has " in said
     assert "Give an output on a file system that all machines share" in said
+
+
+MARKS = """
+    @plugin(affects_results=["mark"])
+    class Marks:
+        mark: int = 1
+
+        @hookimpl
+        def stepped(self):
+            pass
+"""
+
+
+def test_a_resume_without_a_plugin_whose_option_affected_results_is_refused(
+    tiny, tmp_path, monkeypatch
+):
+    activate(install(tmp_path / "site", marks=MARKS), monkeypatch)
+    options = {"train": {"steps": 4}, "checkpoint": {"every": 2}}
+    must_succeed(tiny(**options, plugins={"marks": {"mark": 2}}))
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    for plugins in ({}, {"marks": {}}):
+        result = run_plugsft(tiny(**options, plugins=plugins), "--resume-from", checkpoint)
+        assert result.returncode == 2
+        assert "plugins.marks.mark was 2 and is not set" in result.stderr
