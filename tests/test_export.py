@@ -16,6 +16,7 @@ from plugsft.base.atomic import damage
 from plugsft.base.errors import PlugsftError
 from plugsft.commands.model import export
 from plugsft.export.chat import load as load_speaker
+from plugsft.model.weight_files import sampled_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -293,6 +294,15 @@ def test_adapters_are_not_put_onto_a_base_that_has_changed_since(run, tmp_path):
     shutil.rmtree(run / "model")  # now of the checkpoint
     with pytest.raises(PlugsftError, match="its files have changed since; put the old ones back"):
         export(run, True, None)
+
+
+def test_a_change_far_into_a_large_file_of_weights_is_seen(tmp_path):
+    tensors = {"weight": torch.zeros(1_000_000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = sampled_digest(str(tmp_path), None)
+    tensors["weight"][900_000:] = 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert sampled_digest(str(tmp_path), None) != before
 
 
 def test_adapters_are_no_model_to_train_on(run, tmp_path):

@@ -204,10 +204,11 @@ def test_a_broken_step_moves_no_weight_and_is_named(trains, name):
     assert not list((run / "checkpoints").glob("step-*"))
 
 
-def test_no_checkpoint_is_of_a_broken_step(trains):
-    """A notice that fails after it would have it saved."""
-    done, _, run = trains(broken=3, fails=3)
-    assert done.returncode == 1 and "no notice" in done.stderr
+@pytest.mark.parametrize("fails, every, says", [(3, 0, "no notice"), (0, 3, "step 3: loss nan")])
+def test_no_checkpoint_is_of_a_broken_step(trains, fails, every, says):
+    """A notice that fails after it would have it saved, and so would the recipe."""
+    done, _, run = trains(broken=3, fails=fails, tables={"checkpoint": {"every": every}})
+    assert done.returncode == 1 and says in done.stderr
     assert not list((run / "checkpoints").glob("step-*"))
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
