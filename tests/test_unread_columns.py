@@ -147,7 +147,8 @@ def test_an_unread_margin_names_the_plugin_that_reads_it(tmp_path):
     rows = [ROWS["preference"] | {"margin": 1.0}] * 3
     tokens = run_of(tmp_path / "dpo", rows, plugins={"dpo": {}})
     [warning] = tokens.facts["warnings"]
-    assert warning.endswith("and nothing reads it ([plugins.reward] does)")
+    says = "'margin' tells [plugins.reward] how much better one answer is, and nothing reads it"
+    assert warning == says
     tokens = run_of(tmp_path / "reward", rows, plugins={"reward": {}})
     assert not tokens.facts["warnings"] and tokens.columns["margin"].tolist() == [1.0] * 3
 

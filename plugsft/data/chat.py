@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import DataError
+from ..base.errors import DataError, reason_of
 from ..base.types import Row
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Chat:
         try:
             self.template = compile_template(tokenizer.chat_template)
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"the chat template is not Jinja: {_one_line(error)}") from error
+            raise DataError(f"the chat template is not Jinja: {reason_of(error)}") from error
         if unknown := data.template_kwargs.keys() - self.template.variables:
             raise DataError(
                 f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
@@ -80,12 +80,11 @@ class Chat:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self.special = [token.content for token in added if token.content.strip()]
         self.stops, self.end = tokenizer.stops, tokenizer.eos_token
-        stops = sorted(map(re.escape, self.stops), key=len, reverse=True)
-        self.stop = re.compile("|".join(stops) or "(?!)")
+        self.stop = _any_of(self.stops)
         short = [ASK, ANSWER]
         self.needs_parts = not self._writes_answer(short) and self._writes_answer(_parted(short))
         tokens = (token for token in self.special if token in tokenizer.chat_template)
-        harmful = {*self.stops, *tokens, "<think>", "</think>"}
+        harmful = _any_of([*self.stops, *tokens, "<think>", "</think>"])
         outlines = Outlines(self.write, self.examples_by_turn, harmful, {*self.template.searched})
         # What is known of the tokenizer's chats from earlier slices of rows.
         kept: dict[str, Outlines] = tokenizer.kept
@@ -194,7 +193,7 @@ class Chat:
             if any(message.get("tool_calls") for message in messages):
                 with suppress(Exception):
                     return self.template.write([*map(_json_arguments, messages)], variables)
-            raise Refused(f"refuses it: {_one_line(error)}") from error
+            raise Refused(f"refuses it: {reason_of(error)}") from error
 
     def _writes_answer(self, messages: list[Row]) -> bool:
         with suppress(BadRow):
@@ -202,8 +201,9 @@ class Chat:
         return False
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _any_of(texts: list[str]) -> re.Pattern[str]:
+    texts = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile("|".join(texts) or "(?!)")
 
 
 def _parted(messages: list[Row]) -> list[Row]:

@@ -38,7 +38,7 @@ class ChatExamples:
 
     def map(self, change: Callable[[str], str]) -> "ChatExamples":
         """Change each part."""
-        return replace(self, examples=[[*map(change, parts)] for parts in self.examples])
+        return ChatExamples([[*map(change, parts)] for parts in self.examples], self.warnings)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Outlines:
     write: Callable[[list[Row]], str]
     examples_by_turn: Callable[[Conversation], ChatExamples]
     """Finds the examples of a chat as a server would write each turn."""
-    harmful: set[str]
+    harmful: re.Pattern[str]
     """What changes more than itself where it stands among words: stop tokens, for instance."""
     searched: set[str]
     """What the template looks for, and has not been tried."""
@@ -78,8 +78,8 @@ class Outlines:
         outline = self._outline(chat, words) if words else None
         if outline is None or outline.whole.format(*words) != self.write(chat.messages):
             return self.examples_by_turn(chat)
-        found = outline.fill(words)
         self.filled += 1
+        found = outline.fill(words)
         if self.filled.bit_count() == 1 and found != self.examples_by_turn(chat):
             raise AssertionError(
                 "the chat template looks into the words of a message in a way that plugsft does "
@@ -128,8 +128,8 @@ class Outlines:
             form = f"{end} a{one}{{}}{one}a {end}".strip()
             forms = dict.fromkeys(("system", "user", "assistant"), form)
             if TAG_SIGNS.search(text) or not self._is_filled(chat, forms, forms):
-                self.harmful.add(text)
-        return None if any(map(everything.__contains__, self.harmful)) else self.known[shape]
+                self.harmful = re.compile(f"{self.harmful.pattern}|{re.escape(text)}")
+        return None if self.harmful.search(everything) else self.known[shape]
 
     def _make(self, chat: Conversation) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""

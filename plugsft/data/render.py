@@ -41,7 +41,6 @@ READERS = {
     "label": LABELS,
     "chosen": f"{PAIRS} or {SCORES}",
     "rejected": f"{PAIRS} or {SCORES}",
-    "margin": SCORES,
 }
 """Column -> the bundled plugins that read it."""
 CHANGES_MEANING = {
@@ -66,7 +65,7 @@ HARDLY_CHANGES = {
         ("score", "scores", "reward", "rewards", "rating"),
         "says how good a row is ([data.columns] weight can weigh rows by it)",
     ),
-    "margin": "says how much better one answer is",
+    "margin": f"tells {SCORES} how much better one answer is",
     **dict.fromkeys(
         ("ref_chosen_logps", "ref_rejected_logps"),
         "holds log-probabilities of a reference",
@@ -198,9 +197,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
             continue
         for name in told:
             if meaning := HARDLY_CHANGES.get(name.lower()):
-                reader = READERS.get(name.lower())
-                does = f" ({reader} does)" if reader else ""
-                warning = f"'{name}' {meaning}, and nothing reads it{does}"
+                warning = f"'{name}' {meaning}, and nothing reads it"
                 rendered.warnings.setdefault(warning, []).append(number)
     rendered.unread = sorted(unread)
 
@@ -253,12 +250,16 @@ def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
     formats = Counter(map(format_of, named))
 
     def rank(row: Row) -> tuple[int, int]:
-        return formats[format_of(row)], len([*filter(None, row.values())])
+        return formats[format_of(row)], sum(map(bool, row.values()))
 
     return max(named, key=rank, default={})
 
 
 def renamed(row: Row, data: Data) -> Row:
     """A row with the names that the formats have, without ignored columns."""
-    others = without(row, {*data.ignore, *data.columns.values()})
-    return others | {ours: row[yours] for ours, yours in data.columns.items() if yours in row}
+    changed = {*data.ignore, *data.columns.values()}
+    if not changed:
+        return row  # as most are
+    return without(row, changed) | {
+        ours: row[yours] for ours, yours in data.columns.items() if yours in row
+    }
