@@ -2,12 +2,17 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from itertools import permutations
+from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from conftest import ROOT
 from pages import README, TEXTS
 
@@ -31,6 +36,30 @@ def anchors(path):
     """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_pages_are_a_site_without_dead_links(tmp_path):
+    subprocess.run([ROOT / "tools/docs", tmp_path], check=True, capture_output=True, text=True)
+    found = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    places = {entry["location"].partition("#")[0] for entry in found}
+    assert {f"docs/{page.stem}.html" for page in (ROOT / "docs").glob("[a-z]*.md")} <= places
+    assert "index.html" in places and "plugins/index.html" in places
+
+
+def test_the_dockerfile_is_one_that_hadolint_takes():
+    subprocess.run([Path(sys.executable).with_name("hadolint"), ROOT / "Dockerfile"], check=True)
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there(path):
+    [job] = yaml.safe_load(path.read_text())["jobs"].values()
+    commands = [step["run"].split() for step in job["steps"] if "run" in step]
+    assert commands
+    for program, *_ in commands:
+        assert program in ("pip", "plugsft") or os.access(ROOT / program, os.X_OK), program
 
 
 def test_every_page_is_in_the_index():
