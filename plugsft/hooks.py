@@ -217,60 +217,87 @@ class Hooks(Protocol):
 
     @notice
     def check(self, recipe: Recipe, machine: Machine) -> None:
-        """Check the recipe before anything is loaded; raise RecipeError to refuse it."""
+        """Refuse a recipe: raise RecipeError. Called once, before anything is read."""
 
     @stage
     def cache(
         self, key: dict[str, Any], build: Callable[..., bool], read: Callable[..., Any]
     ) -> Any:
-        """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
+        """Return `read(folder, in_memory)` of the folder that a plugin chooses for a key.
 
-        Before, `build(folder, is_complete)` makes the entry if it is not there: one of all
-        processes that ask for it does, or each a part; True where this one did.
+        Called once per data set, and for each artefact of a plugin. The key has everything that
+        the prepared data depends on; `digest(key)` is a short name for it. Call `build(folder)`
+        first: if the folder is missing, one of all processes builds it and the others wait, or each
+        builds a part; True where this one did. `build(folder, is_complete)` also builds a folder
+        again for which `is_complete(folder)` is false. `in_memory` reads files whole, for file
+        systems where mapping is slow. Return None to leave the call to another plugin, or to the
+        core, which stores the data in the run's output.
         """
 
     @stage
     def tokenize(self, slices: list[Slice], work: ShardWriter) -> list[Shard]:
-        """Call `work` on every slice, in any process; return the shards in the order of slices."""
+        """Return the shards of slices, in order: `work.tokenize(slice)` makes one.
+
+        Called once per data set that is not prepared yet, and again for slices that another process
+        left. In another process, call `work.attempt(slice)`, and `get()` on what comes back. Return
+        None to leave the call to others.
+        """
 
     @stage
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
         """Turn rows into texts with trained spans, and columns of numbers or booleans.
 
-        Return None for rows of another format.
+        Called for each batch of rows, perhaps in a worker; a row may come again. Return None for
+        rows of another format.
         """
 
     @stage
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
-        """Turn texts into token ids, with the byte offset where each token ends."""
+        """Turn texts into token ids, with the byte offset where each token ends.
+
+        Called after `render`, in the same process.
+        """
 
     @stage
     def optimize_model(self, load: ModelLoad) -> Module:
-        """Load the model. Edit `load` before the yield, the model after it."""
+        """Load the model. A wrapper edits `load` before its yield, and the model after it.
+
+        Called once, when the data is ready. `load.kwargs["dtype"]` is the type of the loaded
+        weights: float32 even where the run computes in bfloat16, but bfloat16 there under ZeRO-3,
+        which adds a float32 copy.
+        """
 
     @stage
     def optimizer(self, model: Module, train: Train) -> Optimizer:
-        """Create the optimizer."""
+        """Create the optimizer of all trained weights, once, after the model.
+
+        One that leaves some out is refused, and one that ignores a setting of the recipe.
+        """
 
     @stage
     def schedule(self, train: Train, steps: int) -> Callable[[int], float]:
-        """Return the learning rate as a share of its peak, for each step, counted from 0.
+        """Return the learning rate of each step, counted from 0, as a share of its peak.
 
-        The logged learning rate is the one that was applied. A pure function of the step: all
-        shares are computed before step 1, in a resumed run too.
+        Called once, when the steps are planned. The result is a pure function of the step: all
+        shares are computed before step 1, in a resumed run too. The logged rate is the one that was
+        applied.
         """
 
     @stage
     def add_columns(self, model: RunModel, tokens: Tokens, ranks: Ranks) -> Tokens:
-        """Add columns that need the model, before step 1; return the tokens."""
+        """Add columns that need the model; return the tokens.
+
+        Called once per data set, before step 1. `RunModel.score` computes losses, `Ranks.artefact`
+        caches results.
+        """
 
     @stage
     def order_examples(self, tokens: Tokens, epoch: int, seed: int) -> Ints:
-        """Return the indices of an epoch's examples, in order; the first epoch is 0.
+        """Return the indices of an epoch's examples, in order: a curriculum, a mixture.
 
-        A pure function of its arguments, so that runs resume. Examples may be left out or come
-        several times, but every epoch must have the same number of steps. Evaluation has its own
-        order, with all examples.
+        Called once per epoch of training; the first is 0. A pure function of its arguments, so that
+        runs resume. Examples may be left out or come several times, but every epoch must have the
+        same number of steps. Evaluation has its own order, with all examples.
         """
 
     @stage
@@ -279,59 +306,71 @@ class Hooks(Protocol):
     ) -> Layouts:
         """Lay out an epoch's examples as global batches: [step][rank][micro-batch] -> examples.
 
-        `order` is the epoch's order, `lengths` the tokens of each example. `columns` are those of
-        the tokens, and "longest" and "sequences": the tokens of each example's longest sequence,
-        and its number of sequences. `check`, `plan` and `tune` lay out estimates, where columns of
-        `add_columns` are 0. Every rank gets the same number of micro-batches; some may be empty.
+        Called once per epoch, and per evaluation. Each example of `order` comes once, and every
+        rank gets the same number of micro-batches; some may be empty. `lengths` are the tokens of
+        each example. `columns` are those of the tokens, and "longest" and "sequences": the tokens
+        of each example's longest sequence, and its number of sequences. `check`, `plan` and `tune`
+        lay out estimates, where columns of `add_columns` are 0.
         """
 
     @stage
     def load_batches(self, build: Build, steps: range) -> LoadedSteps:
-        """Iterate over `build(step)` in order. `build` is pure and may be called ahead of time."""
+        """Iterate over `build(step)` of every step, in order, once, and per evaluation.
+
+        `build` is pure and may be called ahead of time.
+        """
 
     @stage
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Turn examples into tensors; no examples give a batch without targets.
+        """Turn the examples of a micro-batch into tensors; none give a batch without targets.
 
-        The targets of a batch are in the order of `examples`.
+        Perhaps called ahead of its step, in another thread: draw no random numbers. The targets of
+        a batch are in the order of `examples`.
         """
 
     @stage
     def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
         """Return a micro-batch's loss: the sum over its targets, divided by `denominator`.
 
-        `token_nll` calls the next stage. If an example has a weight other than 1,
-        `batch["_target_weights"]` has the weight of each target; `denominator` counts a target as
-        often as its weight says.
+        Called for each micro-batch, in evaluations too. `token_nll` calls the next stage. If an
+        example has a weight other than 1, `batch["_target_weights"]` has the weight of each target;
+        `denominator` counts a target as often as its weight says.
         """
 
     @stage
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
-        """Return -log p of each target in float32, in order; or their sum, if `summed`."""
+        """Return -log p of each target in float32, in order; or their sum, if `summed`.
+
+        Called inside `step`, as often as it asks.
+        """
 
     @stage
     def use_weights(self, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
-        """Return `work()`, which evaluates, generates or saves with the weights in place.
+        """Return `work()`, done with other weights in place, such as an average.
 
-        A wrapper puts other weights in place before its yield, and the trained ones back after it.
+        Called around each evaluation, generation and the saving of the model: `purpose` is
+        "evaluate", "generate" or "save". A wrapper needs two lines: `with
+        run.model.swapped(self.average):`, and in it `return (yield)`. A plugin that does not call
+        `work` is refused.
         """
 
     @notice
     def add_metrics(self) -> dict[str, Tensor | float]:
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
-        A sum is a number, or a tensor of one number, which need not wait for the device.
-        The core sums them over ranks, divides by the step's `denominator`, and logs them; metrics
-        of an evaluation as `eval_NAME`. A name that another metric has is refused.
+        Called after each step and evaluation. A sum is a number, or a tensor of one number, which
+        need not wait for the device. The core sums them over ranks, divides by the step's
+        `denominator`, and logs them; metrics of an evaluation as `eval_NAME`. A name that another
+        metric has is refused.
         """
 
     @notice
     def ready(self, run: Run) -> None:
-        """Prepare: all is loaded, and the next step is `run.step + 1`."""
+        """Prepare: all is loaded, and the next step is `run.step + 1`; if resumed, not step 1."""
 
     @notice
     def stepped(self, run: Run) -> None:
-        """React to an optimizer step; the work counts as step time.
+        """Look at `run.step` or the weights after an optimizer step. The work counts as step time.
 
         Its loss and gradient norm may still be on the device: if one is not finite, the optimizer
         has skipped the step, and the run ends in the next one, or before anything is saved.
@@ -342,36 +381,45 @@ class Hooks(Protocol):
         """Receive the metrics of a step, or of an evaluation after it, on every rank.
 
         Speed and memory differ between ranks; all other metrics are the same. The work does not
-        count as step time. A step's numbers are read while the next step runs: after its backward
-        pass, before its optimizer step. So `run.step` and the weights are those of `step`. They are
-        read at once before an evaluation, a checkpoint and the end; with an optimizer that cannot
-        skip a step; and if a plugin provides "early_stop".
+        count as step time. A step's numbers are read while the next step runs, so that a GPU never
+        waits for the host: after its backward pass, before its optimizer step. So `run.step` and
+        the weights are those of `step`, but gradients take memory. They are read at once before an
+        evaluation, a checkpoint and the end; under ZeRO-3; with an optimizer that is none of
+        torch's fused ones; and if a plugin provides "early_stop". Else `run.stop` ends the run one
+        step later. A step whose loss or gradient norm is not finite is not logged: it changes no
+        weight, the run fails, and `finished` gets "failed".
         """
 
     @notice
     def evaluated(self, run: Run, metrics: dict[str, Any]) -> None:
-        """Receive the metrics of an evaluation, the same on every rank."""
+        """Receive the metrics of an evaluation, the same on every rank.
+
+        `run.stop(reason)` ends the run in good order.
+        """
 
     @notice
     def saved(self, run: Run, folder: Path, kind: Kind, step: int) -> None:
-        """React to a checkpoint or the final model, complete in `folder`.
+        """Copy or report a checkpoint or the final model, complete in `folder`.
 
-        Checkpoints are written in the background: `run.step` may be later than `step`.
+        `kind` is "checkpoint" or "model". Checkpoints are written in the background: `run.step` may
+        be later than `step`.
         """
 
     @notice
     def finished(self, run: Run, status: Status) -> None:
-        """React to the end; all ranks are still there only if `status` is "completed".
+        """Clean up at the end: `status` is "completed", "stopped" (by a signal) or "failed".
 
-        After `run.stop`, the status is "completed" too.
+        After `run.stop`, it is "completed" too. Other ranks may have ended already unless it is
+        "completed".
         """
 
     @notice
     def state_dict(self) -> dict[str, Any]:
         """Return what the plugin keeps in checkpoints, by names of its own choice.
 
-        Plain values and tensors must be the same on all ranks. A `WeightSlice` is this rank's part
-        of a tensor with the shape of a weight, and is resharded.
+        Called as a checkpoint is saved, before `saved`. Plain values and tensors must be the same
+        on all ranks. A `WeightSlice` is this rank's part of a tensor with the shape of a weight,
+        and is resharded.
         """
 
     @notice
@@ -379,7 +427,8 @@ class Hooks(Protocol):
         """Restore what `state_dict` returned; called as the run resumes, before `ready`.
 
         If the best checkpoint becomes the model, it is called twice at the end: with the state of
-        that checkpoint before the model is saved, and with the state of the last step after it.
+        that checkpoint before the model is saved, and with the state of the last step after it. So
+        `finished` and `summary` see the whole run.
         """
 
     @notice

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -36,6 +37,13 @@ CLOSE = 2e-5
 """Largest relative difference of loss and gradient norm from the plain run's."""
 RESULTS, PAGE = ROOT / "tests/data/families.json", ROOT / "docs/families.md"
 FINE = ("yes", "bit for bit")
+POPULAR = (
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "mistral", "ministral"),
+    *("mixtral", "gemma2", "gemma3_text", "gemma3", "gpt_oss", "deepseek_v3", "phi3", "glm4"),
+    *("glm4_moe", "olmo2", "olmo3", "smollm3", "granite", "llama4_text", "cohere2", "falcon_h1"),
+    *("gpt2", "gpt_neox"),
+)
+"""Families that come first on the page."""
 MEASURED = re.compile(r"(?<=\bby )\d[\d.e+-]*%?")
 """A measured difference in a refusal's text."""
 HEAD = """# Families of models
@@ -238,15 +246,10 @@ def read_committed() -> dict[str, dict[str, str]]:
     return json.loads(RESULTS.read_text("utf8")) if RESULTS.exists() else {}
 
 
-def write_page(results: dict[str, dict[str, str]]) -> None:
-    """Write the results, and a page with the table of families and the reasons."""
-    PAGE.parent.mkdir(exist_ok=True)
-    results = dict(sorted(results.items()))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    built = {name: outcomes for name, outcomes in results.items() if "built" not in outcomes}
-    reasons: list[str] = []
+def table(families: dict[str, dict[str, str]], reasons: list[str]) -> list[str]:
+    """Return the lines of a table of families; add the reasons that are new."""
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for family, outcomes in built.items():
+    for family, outcomes in families.items():
         cells = []
         for column in COLUMNS:
             word, _, reason = outcomes.get(column, "").partition(": ")
@@ -256,6 +259,24 @@ def write_page(results: dict[str, dict[str, str]]) -> None:
                 reasons.append(reason)
             cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else word)
         lines.append(f"| {family} | {' | '.join(cells)} |")
+    return lines
+
+
+def write_page(results: dict[str, dict[str, str]]) -> None:
+    """Write the results, and a page with the table of families and the reasons."""
+    PAGE.parent.mkdir(exist_ok=True)
+    results = dict(sorted(results.items()))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
+    built = {name: outcomes for name, outcomes in results.items() if "built" not in outcomes}
+    popular = {name: built[name] for name in POPULAR if name in built}
+    others = {name: outcomes for name, outcomes in built.items() if name not in popular}
+    fine = [name for name, outcomes in others.items() if {*outcomes.values()} <= {*FINE}]
+    reasons: list[str] = []
+    lines = ["## Popular families", "", *table(popular, reasons)]
+    lines += ["", f"## Other families that do all of it: {len(fine)}", ""]
+    lines += textwrap.wrap(", ".join(fine), 120, break_on_hyphens=False)
+    lines += ["", "## Other families", ""]
+    lines += table({name: others[name] for name in others if name not in fine}, reasons)
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     other = [
         f"- {name}: {outcomes['built']}"

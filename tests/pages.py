@@ -114,11 +114,14 @@ def prepare_for(command, run, place):
     """Make the runs that a command needs; each is trained once, and a copy of it is used."""
     if "--resume" in command or "--overwrite" in command or " runs/my-model" in command:
         give_run(place, run, "my-model", " plugins.lora.r=4" if "--merge" in command else "")
+    if "model.path=tenth-step" in command:
+        give_run(place, run, "my-model")
+        shutil.copytree(place / "runs/my-model/model", place / "tenth-step")
     if " diff " in command:
         give_run(place, run, "other", " output=runs/other")
 
 
-def give_run(place, run, name, words):
+def give_run(place, run, name, words=""):
     trained = place / f"trained{words.replace('/', '-')}"
     if trained.exists():
         shutil.copytree(trained, place / "runs" / name)

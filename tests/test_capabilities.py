@@ -132,9 +132,9 @@ def test_every_capability_has_its_bundled_plugin():
     assert Capability.bundled("packed_rows").table == "[plugins.bfd_packing]"
 
 
-def test_the_readme_explains_every_capability():
-    readme = (ROOT / "plugins/README.md").read_text(encoding="utf8")
-    table = readme.split("\n| capability |")[1].split("\n\n")[0].splitlines()[2:]
+def test_the_page_of_hooks_explains_every_capability():
+    page = (ROOT / "docs/hooks.md").read_text(encoding="utf8")
+    table = page.split("\n| capability |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
     assert {row[0]: row[3].split(", ")[0] for row in rows} == SUGGESTED
     classes = {name: load_class(found) for name, found in find().items()}

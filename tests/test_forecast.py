@@ -425,7 +425,7 @@ def changed_to_step(recipe):
 
 @only_full
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_activations_are_shown_under_fsdp2_or_said_to_be_freed(tmp_path, tied):
+def test_activations_are_shown_under_fsdp2_or_named_as_freed(tmp_path, tied):
     """A large head's gradient is reduced while the layers' activations are there, or at the end."""
     sizes = SIZES | {"vocab_size": 30_000, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied)

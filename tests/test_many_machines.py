@@ -18,7 +18,7 @@ from plugsft.ranks.failures import connect_store, store_key
 
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 30, "learning_rate": 1e-3}
 SECONDS = 15
-"""Time in which the other machines end, as docs/many-machines.md promises."""
+"""Time in which the other machines end, as docs/many_gpus.md promises."""
 # Prepares until a node is killed; waits for a node's next beat for 2 seconds, not for 30.
 SLOW = """
     import time

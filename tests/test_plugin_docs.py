@@ -1,4 +1,4 @@
-"""plugins/README.md agrees with the code."""
+"""docs/hooks.md and plugins/README.md agree with the code."""
 
 import dataclasses
 import inspect
@@ -10,9 +10,8 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft import data_kit, kit, testing
+from plugsft import data_kit, testing
 from plugsft.base.types import Shard
-from plugsft.commands.overview import summary_of
 from plugsft.commands.starting_files import FILES
 from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
@@ -20,31 +19,39 @@ from plugsft.plugins.bfd_packing.documents import documents_of, pack
 from plugsft.ranks.agree import Ranks
 from plugsft.ranks.trained_model import RunModel
 from plugsft.registry.contracts import SPECS
-from plugsft.registry.discover import find
 from plugsft.run import Run
 from plugsft.testing.tiny_runs import LARGER_MICRO_BATCH, MICRO_BATCH, TINY
 from plugsft.tokens.shards import Examples, write_index, write_shard
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
-SKELETON = (FILES / "callback/plugsft_my_plugin.py").read_text(encoding="utf8")
+PAGE = (ROOT / "docs/hooks.md").read_text(encoding="utf8")
+SKELETONS = {
+    kind: (FILES / f"{kind}/plugsft_my_plugin.py").read_text(encoding="utf8")
+    for kind in ("callback", "format", "loss", "optimizer")
+}
 
 
-def rows(first):
+def rows(first, page=PAGE):
     """Return the rows of the table whose head begins with a word, cell by cell."""
-    table = README.split(f"\n| {first} |")[1].split("\n\n")[0].splitlines()[2:]
+    table = page.split(f"\n| {first} |")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_every_hook_is_there_with_its_arguments_its_kind_and_in_order():
-    expected = [
-        [
-            f"`{name}({', '.join(list(inspect.signature(spec).parameters)[1:])})`",
-            "stage" if vars(spec)["plugsft_spec"]["firstresult"] else "notice",
-        ]
-        for name, spec in SPECS.items()
-    ]
-    assert [row[:2] for row in rows("hook")] == expected
-    assert all(len(row) == 4 and all(row) for row in rows("hook"))
+def test_the_page_has_the_hooks_and_public_names_of_today(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from hooks_page import written
+
+    assert written(PAGE) == PAGE
+    for name in SPECS:
+        assert f"\n- **`{name}(" in PAGE
+
+
+def test_the_six_hooks_of_the_readme_have_their_arguments():
+    calls = [row[0].strip("`") for row in rows("hook", README)]
+    assert len(calls) == 6
+    for call in calls:
+        name, _, arguments = call.rstrip(")").partition("(")
+        assert arguments == ", ".join([*inspect.signature(SPECS[name]).parameters][1:])
 
 
 def test_every_hook_says_in_the_code_what_it_is_for():
@@ -54,42 +61,20 @@ def test_every_hook_says_in_the_code_what_it_is_for():
         assert inspect.getdoc(hook).endswith("."), name
 
 
-def test_the_plugin_it_explains_is_the_one_that_new_plugin_writes():
-    assert f"```python\n{SKELETON}```" in README
+def test_every_law_is_there_with_its_arguments(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from hooks_page import call_of
 
-
-def test_every_bundled_plugin_is_there():
-    bundled = [one for one in find().values() if one.origin == "bundled"]
-    assert [row for row in rows("plugin") if row] == [
-        [f"[{one.name}]({one.source.relative_to(ROOT / 'plugins')})", summary_of(one)]
-        for one in bundled
-    ]
-
-
-def call_of(module, name):
-    """Return how a name is used: functions with their arguments, "=" after keyword-only ones."""
-    value = getattr(module, name)
-    if not inspect.isfunction(value):
-        return f"`{name}`"
-    parameters = inspect.signature(value).parameters.values()
-    words = [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
-    return f"`{name}({', '.join(words)})`"
-
-
-@pytest.mark.parametrize(
-    ("head", "module"),
-    [("law", testing), *((f"`{module.__name__}`", module) for module in (plugsft, data_kit, kit))],
-)
-def test_every_public_name_is_there_with_its_arguments(head, module):
-    assert [row[0] for row in rows(head)] == [call_of(module, name) for name in module.__all__]
-    assert all(len(row) == 2 and row[1] for row in rows(head))
+    laws = rows("law", README)
+    assert [row[0] for row in laws] == [call_of(testing, name) for name in testing.__all__]
+    assert all(len(row) == 2 and row[1] for row in laws)
 
 
 def test_the_tiny_recipe_of_the_laws_is_there():
     recipe = README.split("\n## The laws\n")[1].split("```toml\n")[1].split("```")[0]
     train = TINY["train"] | {"micro_batch": MICRO_BATCH}
     assert tomllib.loads(recipe) == TINY | {"train": train}
-    assert f"ranks_agree: {LARGER_MICRO_BATCH};" in recipe
+    assert f"a micro-batch of {LARGER_MICRO_BATCH};" in README
 
 
 @pytest.mark.parametrize(("of", "kind"), [("Run", Run), ("RunModel", RunModel), ("Ranks", Ranks)])
@@ -167,7 +152,7 @@ def test_the_fields_of_rendered_are_there():
     assert names_in("rendered") == fields
 
 
-@pytest.mark.parametrize("text", [README, SKELETON], ids=["README", "skeleton"])
+@pytest.mark.parametrize("text", [README, *SKELETONS.values()], ids=["README", *SKELETONS])
 def test_every_name_that_is_imported_from_plugsft_is_public(text):
     names = [
         name.strip()
@@ -176,4 +161,4 @@ def test_every_name_that_is_imported_from_plugsft_is_public(text):
     ]
     assert names
     for name in names:
-        assert name in plugsft.__all__ or name == "testing"
+        assert name in plugsft.__all__ or name in ("api", "testing")

@@ -535,7 +535,7 @@ def test_turns_that_blocks_do_not_tell_apart_are_refused_where_one_is_left_out(w
     assert trained(with_template(once), row, blocks=True)[1] == ["[owls][who?][elks]"]
 
 
-def test_turns_marked_in_two_blocks_are_trained_whole_and_not_told_apart(with_template):
+def test_turns_marked_in_two_blocks_are_trained_whole(with_template):
     end = "{% endgeneration %}{% generation %}"
     twice = CHATML.read_text().replace("<|im_end|>{% endg", f"{end}<|im_end|>{{% endg")
     assert twice.count("{% generation %}") == 2

@@ -65,7 +65,7 @@ def test_only_a_recipe_with_both_is_warned_that_steps_replace_epochs(tiny):
     assert "replaces" not in run_plugsft("check", tiny(train={"epochs": 2})).stdout
 
 
-def test_a_tokenizer_from_the_cache_is_not_said_to_be_trained(finished):
+def test_a_tokenizer_from_the_cache_is_not_reported_as_trained(finished):
     recipe, _, first = finished
     assert "tokenizer: trained on the data, " in first
     again = run_plugsft("prepare", recipe).stdout

@@ -125,7 +125,7 @@ def test_an_empty_folder_and_two_commands_lead_to_a_model_that_talks(installed, 
     told = run(installed, tmp_path / "first", "check", "recipes/quickstart.toml")
     assert told.endswith("\nready: plugsft recipes/quickstart.toml\n"), told
     told = run(installed, tmp_path, "new-plugin", "mine")
-    guide = Path(told.splitlines()[-1].removeprefix("every hook, explained: "))
+    guide = Path(told.splitlines()[-1].removeprefix("explained: "))
     assert guide.is_relative_to(installed) and guide.name == "README.md" and guide.is_file()
     told = run(installed, tmp_path, "quickstart", "train.steps=2", "--to", "first")
     assert "\n> What is plugsft?\n" in told

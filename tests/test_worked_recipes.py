@@ -1,15 +1,16 @@
-"""The worked recipes of plugins/README.md are complete plugins, and run."""
+"""The first plugin of plugins/README.md and the plugins of docs/worked_plugins.md run."""
 
 import json
 import re
 
 import pytest
 from conftest import ROOT, chats, read_metrics, run_plugsft, run_ranks
+from pages import in_a_shell
 from plugin_packages import activate, install
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
-SECTION = README.split("\n## Worked recipes\n")[1].split("\n## ")[0]
-CODES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+PAGE = (ROOT / "docs/worked_plugins.md").read_text(encoding="utf8")
+CODES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMES = ["time_limit", "unlikelihood", "smooth_labels", "averaged_sgd", "reviews"]
 TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
 
@@ -18,6 +19,19 @@ TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
 def recipes(tmp_path, monkeypatch):
     site = install(tmp_path / "site", **dict(zip(NAMES, CODES, strict=True)))
     activate(site, monkeypatch)
+
+
+def test_the_first_plugin_runs_as_it_is_pasted(tmp_path):
+    section = README.split("\n## Your first plugin\n")[1].split("\n## ")[0]
+    code, shell = re.findall(r"```(?:python|sh)\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "focal_loss.py").write_text(code)
+    done = in_a_shell(tmp_path, shell)
+    assert done.returncode == 0, done.stderr
+    losses = [[*map(float, line.split()[2:])] for line in done.stdout.splitlines()[-3:]]
+    # The focal loss is the smaller one, and both have a curve.
+    assert all(0 < focal < usual for focal, usual in losses), done.stdout
+    report = (tmp_path / "runs/focal/report.html").read_text()
+    assert '"nll": {"x": ' in report
 
 
 def test_each_is_a_whole_class():

@@ -144,7 +144,7 @@ def write_skeleton(name: str, folder: Path, kind: str) -> None:
     for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")
     guide = Path(import_module(PLUGIN_PACKAGE).__path__[0]) / "README.md"
-    say(f"every hook, explained: {guide}")
+    say(f"explained: {guide}")
 
 
 def _rename(text: str, words: dict[str, str]) -> str:

@@ -31,7 +31,7 @@ SUGGESTED = {
     "traced_steps": "profiler",
     "weighted_examples": "dpo",
 }
-"""Capability -> the bundled plugin to suggest for it, in messages only; see plugins/README.md."""
+"""Capability -> the bundled plugin to suggest for it, in messages only; see docs/hooks.md."""
 OPTION_NEEDED = {"packed_rows"}
 """Capabilities that must name the option that tunes them."""
 SHARED = {"early_stop", "external_reports", "fused_kernels", "traced_steps"}

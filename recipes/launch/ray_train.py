@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=0, help="starts after a lost worker")
     options, words = parser.parse_known_args()
     # After a restart, the run resumes from its last checkpoint.
-    settings = {"words": [*words, "--resume", "auto"], "folder": os.getcwd()}
+    settings = {"words": [*words, "--resume-auto"], "folder": os.getcwd()}
     trainer = TorchTrainer(
         train_rank,
         train_loop_config=settings,

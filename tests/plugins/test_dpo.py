@@ -288,7 +288,7 @@ LOSSES = [("sigmoid", 0.3), ("hinge", 0.05), ("ipo", 0.4), ("length_normalized",
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("loss", "beta"), LOSSES)
-def test_full_fine_tuning_is_trl_s(tmp_path, loss, beta):
+def test_full_fine_tuning_equals_trl(tmp_path, loss, beta):
     reference = tmp_path / "reference"
     first = open_dpo(tmp_path / "first")
     shaken(first.model, 0.1).save_pretrained(reference)
@@ -303,7 +303,7 @@ def test_full_fine_tuning_is_trl_s(tmp_path, loss, beta):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("loss", "beta"), LOSSES)
-def test_lora_is_trl_s(tmp_path, loss, beta):
+def test_lora_equals_trl(tmp_path, loss, beta):
     run = open_dpo(tmp_path / "run", loss=loss, beta=beta, plugins={"lora": {"r": 4, "alpha": 8}})
     model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
     peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")

@@ -85,7 +85,7 @@ NEWLINE = ("chatml", "qwen2_5", "gemma", "qwen3")
 
 
 @pytest.mark.parametrize(("form", "kind", "template"), KINDS)
-def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
+def test_ids_and_masks_equal_those_of_trl(tmp_path, form, kind, template):
     tokenizer, rows = tokenizer_of(kind, template), FORMATS[form]
     theirs, ours = prepared_by_trl(tokenizer, rows), of_ours(tokenizer, rows, tmp_path)
     for row, expected, found in zip(rows, theirs, ours, strict=True):
@@ -177,7 +177,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("form", "kind", "template"), LOSSES)
-def test_the_loss_and_its_gradients_are_trl_s(tmp_path, form, kind, template):
+def test_the_loss_and_its_gradients_equal_those_of_trl(tmp_path, form, kind, template):
     tokenizer, rows = tokenizer_of(kind, template), FORMATS[form][:5] + FORMATS[form][5::4]
     run = open_dpo(
         tmp_path / "run", rows, tokenizer, beta=0.3, plugins={"lora": {"r": 4, "alpha": 8}}

@@ -51,7 +51,7 @@ def read_average(folder):
 
 
 def average_at(first, run, step):
-    """Compute the average as the sum that docs/train.md gives, from checkpoints, in float64."""
+    """Compute the average as docs/optimizers.md gives it, from checkpoints, in float64."""
     average = {name: DECAY**step * part.double() for name, part in first.items()}
     for at in range(1, step + 1):
         share = (1 - DECAY) * DECAY ** (step - at)

@@ -155,7 +155,7 @@ def test_lora_equals_trl(tmp_path, options):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_weights_equal_trl_s_after_steps(tmp_path):
+def test_the_weights_equal_those_of_trl_after_steps(tmp_path):
     """Each step trains all rows, in any order; the KL grows from 0."""
     options, rate = {"loss": "kto", "beta": 0.5}, 0.2
     run = open_kto(tmp_path / "run", train={"steps": 4}, **options)

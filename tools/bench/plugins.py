@@ -97,7 +97,7 @@ def table(report: dict[str, Any]) -> str:
     """Return the table of all plugins, with a line about machine and rounds."""
     benches = [Bench(part) for part in report["benches"]]
     results = [result for bench_ in benches for result in bench_.results()]
-    rows = sorted(result.row() for result in results)
+    rows = sorted(row for row in (result.row() for result in results) if row[-1] != "within noise")
     settings = benches[0].report["settings"]
     machine = shared.machine_line(benches[0].report["machine"])
     note = (

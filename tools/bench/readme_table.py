@@ -1,7 +1,7 @@
-"""Write the README's figures from the results: python tools/bench/readme_table.py
+"""Write the figures of README.md and docs/speed.md: python tools/bench/readme_table.py
 
-From the H100 the rows in which each side ran its fastest settings: TRL with Liger, plugsft with
-`compile`. The others are in docs/benchmarks.md.
+The README has the rows of the H100 in which each side ran its fastest settings: TRL with Liger,
+plugsft with `compile`; docs/speed.md what each plugin changed there. docs/benchmarks.md has all.
 """
 
 import json
@@ -89,12 +89,93 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str) -> str:
-    """Return the README with the tables of today's results."""
+def trained(case: str, contender: str) -> str:
+    """Return a contender's speed and memory on the H100."""
+    [run] = read(f"h100/{case}.json")["results"][contender]
+    return f"{run['speed']:,.0f} tokens/s, {run['peak_gib']:.1f} GiB"
+
+
+def kernel(case: str, name: str) -> str:
+    """Return a kernel's time on the H100."""
+    return f"{1000 * median(measured(case, name)['seconds']):.3g} ms"
+
+
+def loss(head: str, name: str) -> str:
+    """Return a kernel's time and memory for the loss, with its head trained or frozen."""
+    case = f"loss {head}"
+    return f"{kernel(case, name)}, {measured(case, name)['peak_gib']:.1f} GiB"
+
+
+def measured(case: str, name: str) -> Any:
+    """Return what was measured of a kernel on the H100."""
+    [results] = read("h100/times.json")["results"][case]
+    [kernel] = [one for one in results["value"] if one["kernel"] == name]
+    return kernel
+
+
+LORA, FULL = "0.6b-lora", "1b-full"
+"""Cases of the H100."""
+
+
+def plugins() -> str:
+    """Return what each plugin changed on the H100, as Markdown."""
+    qlora = read("h100/t4-qlora.json")["peak_gib"]
+    long = trained(LORA, "plugsft+compile@32k")
+    rows = [
+        (
+            "bfd_packing",
+            "LoRA, 0.6B weights, with `compile`: `capacity` 4,096, then 32,768",
+            trained(LORA, "plugsft+compile@4k"),
+            long,
+        ),
+        ("compile", "LoRA, 0.6B weights, rows of 32,768", trained(LORA, "plugsft@32k"), long),
+        (
+            "flash_attention",
+            "attention, documents of 500 tokens; of 16,384",
+            f"{kernel('attention short', 'sdpa')}; {kernel('attention long', 'sdpa')}",
+            f"{kernel('attention short', 'torch')}; {kernel('attention long', 'torch')}",
+        ),
+        (
+            "fused_loss",
+            "loss of 16,384 positions, 248,320 words, all weights; with LoRA",
+            f"{loss('trained', 'plain')}; {loss('frozen', 'plain')}",
+            f"{loss('trained', 'torch')}; {loss('frozen', 'torch')}",
+        ),
+        (
+            "liger",
+            "all weights, 1B, rows of 16,384, in place of `compile`",
+            trained(FULL, "plugsft+compile@16k"),
+            trained(FULL, "plugsft+liger@16k"),
+        ),
+        (
+            "low_memory_adam",
+            "the same with `compile`; without it, AdamW's states in bfloat16",
+            trained(FULL, "plugsft+compile@16k"),
+            trained(FULL, "plugsft+compile+low_memory_adam@16k"),
+        ),
+        (
+            "quantize",
+            "[t4_qlora.toml](../recipes/t4_qlora.toml), 8B weights",
+            "",
+            f"{qlora:.1f} GiB",
+        ),
+    ]
+    lines = ["| plugin | on one H100 | without | with |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| `{name}` | {' | '.join(row)} |" for name, *row in rows])
+
+
+def with_tables(page: str, text: str) -> str:
+    """Return a page with a text between its marks."""
     found = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.S)
-    return found.sub(lambda _: f"{START}\n{tables()}\n{END}", page)
+    return found.sub(lambda _: f"{START}\n{text}\n{END}", page)
+
+
+def pages() -> dict[str, str]:
+    """Return page -> its tables, of today's results."""
+    return {"README.md": tables(), "docs/speed.md": plugins()}
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text("utf8")), "utf8")
+    for name, text in pages().items():
+        page = ROOT / name
+        page.write_text(with_tables(page.read_text("utf8"), text), "utf8")
