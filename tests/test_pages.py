@@ -47,6 +47,14 @@ def test_the_index_has_every_bundled_plugin():
     )
 
 
+def test_the_reference_is_what_its_script_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import reference
+
+    hint = "run .venv/bin/python tools/reference.py"
+    assert reference.PAGE.read_text(encoding="utf8") == reference.page(), hint
+
+
 def test_the_map_of_the_code_names_every_room():
     code = TEXTS[ROOT / "CONTRIBUTING.md"].split("\n## Where things live\n")[1]
     entries = {path.name for path in (ROOT / "plugsft").iterdir() if path.name[0] not in "_."}
