@@ -20,7 +20,7 @@ def init(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="[KIND]",
+            metavar="KIND",
             help="sft, lora, dpo, ...; without it, all are listed.",
             autocompletion=complete_kind,
         ),
@@ -64,7 +64,7 @@ def plugins(
     name: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[NAME|RECIPE]",
+            metavar="NAME|RECIPE",
             help="A plugin, or a recipe in TOML, YAML or JSON.",
             autocompletion=complete_recipe,
         ),
@@ -128,9 +128,11 @@ def new_plugin(
     ],
     kind: Annotated[
         Literal["callback", "format", "loss", "optimizer"],
-        typer.Option(help="What the plugin does; the skeleton is a working one."),
+        typer.Option(
+            metavar="KIND", help="callback, format, loss or optimizer: each a working one."
+        ),
     ] = "callback",
-    folder: Annotated[Path, typer.Option(help="Folder to write it to.")] = Path(),
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write it to.")] = Path(),
 ) -> None:
     """Write the skeleton of a new plugin, with its test."""
     from .starting_files import write_skeleton
