@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from . import __version__
 from .base.console import print_error, say
@@ -25,7 +25,21 @@ MAIN_FIRST = 5.0
 """Seconds in which the main process prints an error of all ranks, and the launcher ends them."""
 
 
-class _Commands(TyperGroup):
+class _Plain:
+    """Its help names values by their metavars; typer adds types, such as <list[str]>."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        for parameter in self.get_params(ctx):
+            shown = parameter.metavar if parameter.param_type_name == "option" else None
+            parameter.display_type_rich = lambda ctx, shown=shown: shown
+        super().format_help(ctx, formatter)  # type: ignore[misc]  # of typer's class
+
+
+class _Command(_Plain, TyperCommand):
+    """A command with plain help."""
+
+
+class _Commands(_Plain, TyperGroup):
     """For the shell's completion: a recipe may stand where a command stands."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -45,7 +59,7 @@ app = typer.Typer(
     epilog="`plugsft RECIPE` trains. On several GPUs: plugsft launch RECIPE",
 )
 
-cache_app = typer.Typer(no_args_is_help=True, help="List and clean up cached data.")
+cache_app = typer.Typer(cls=_Commands, no_args_is_help=True, help="List and clean up cached data.")
 
 
 def _print_version(requested: bool) -> None:
@@ -86,9 +100,9 @@ for _command in (
     lab.tune,
     lab.plan,
 ):
-    app.command()(_command)
+    app.command(cls=_Command)(_command)
 for _command in (data.ls, data.gc):
-    cache_app.command()(_command)
+    cache_app.command(cls=_Command)(_command)
 app.add_typer(cache_app, name="cache")
 
 

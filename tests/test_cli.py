@@ -1,6 +1,7 @@
 """The command line: light, forgiving of typos, and without tracebacks."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_every_command_is_there_with_its_help():
     for name in names:
         result = run_plugsft(name, "--help")
         assert result.returncode == 0 and "Usage: plugsft " + name in result.stdout
+        assert not re.search(r"<\w+", result.stdout)  # types, as typer writes them
 
 
 def test_the_cache_has_commands_of_its_own():
@@ -79,6 +81,7 @@ def test_the_cache_has_commands_of_its_own():
     for name in names:
         result = run_plugsft("cache", name, "--help")
         assert result.returncode == 0 and f"Usage: plugsft cache {name}" in result.stdout
+        assert "FOLDER" in result.stdout and "<" not in result.stdout
     with pytest.raises(RecipeError, match="did you mean 'cache'"):
         cli.with_command(["cahce"])
 

@@ -4,6 +4,7 @@ Most commands run as written, once, whatever the number of pages that name them.
 the others and the reason: of these, only the words, the options and the files are checked.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -127,6 +128,18 @@ def test_the_code_of_the_python_page_runs(place, monkeypatch, capsys):
     assert names["stopped"].record["plugins"][-1]["name"] == "stop_below"
     assert len(names["stopped"].metrics) < len(names["runs"][1e-5].metrics)
     assert "did you mean 'batch_size'?" in capsys.readouterr().out
+
+
+def test_a_csv_becomes_rows_as_troubleshooting_says(tmp_path, monkeypatch):
+    code, recipe = (
+        next(text for page, text in blocks(language) if page.stem == "troubleshooting")
+        for language in ("python", "toml")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qa.csv").write_text("question,answer\nWho?,Nobody\n")
+    exec(compile(code, "docs/troubleshooting.md", "exec"), {})
+    row = json.loads((tmp_path / "qa.jsonl").read_text())
+    assert {*row} == {*tomllib.loads(recipe)["data"]["columns"].values()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

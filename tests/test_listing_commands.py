@@ -1,6 +1,7 @@
 """Commands that list: plugins, hooks, recipes, runs, and the schema for editors."""
 
 import json
+import re
 import tomllib
 
 import jsonschema
@@ -97,9 +98,39 @@ def test_hooks_lists_who_answers_and_who_wraps_from_the_inside(installed, tiny, 
     assert list(lines)[: len(SPECS)] == list(SPECS)
 
     overview.list_hooks(path, [], ["quiet"])
-    printed = capsys.readouterr().out
-    assert "quiet" not in printed
-    assert "volume = 5" in printed and '"horn"' in printed and "not run yet" in printed
+    assert "quiet" not in capsys.readouterr().out
+
+
+def test_a_plugin_is_explained(installed):
+    """With what it does, each option, and what it declares; plugins of others, too."""
+    shown = must_succeed("plugins", "lora").stdout
+    assert shown.startswith("Train small adapters on the frozen weights (LoRA)")
+    assert "  r: whole number, from 1; default: 16\n      Rank: the inner width" in shown
+    assert '  targets: "all-linear", or list of texts; default: "all-linear"\n' in shown
+    assert re.search(r"^wraps +optimize_model, optimizer$", shown, re.M)
+    assert re.search(r"^affects results +r, alpha, ", shown, re.M)
+    assert "\npage             docs/reference.md#pluginslora; " in shown
+    shown = must_succeed("plugins", "liger").stdout
+    assert "needs            pip install 'plugsft[liger]'\n" in shown
+    assert "refuses          lora: Liger's kernels are for full fine-tuning" in shown
+    shown = must_succeed("plugins", "loud", env={"PYTHONPATH": str(installed)}).stdout
+    assert "  volume: whole number; default: 3\n      How loud.\n  kind: table; required\n" in shown
+    assert "heard" not in shown and "page" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lroa"], "'lroa' is neither a plugin nor a recipe; did you mean 'lora'?"),
+        (["qqq"], "neither a plugin nor a recipe; `plugsft plugins` lists all plugins"),
+        (["lora", "train.seed=1"], "lora: cannot be read"),
+        (["nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["missing"], "plugin 'missing' needs the package 'nowhere_to_be_found': pip install"),
+    ],
+)
+def test_a_plugin_that_cannot_be_explained_says_why(installed, words, says):
+    result = run_plugsft("plugins", *words, env={"PYTHONPATH": str(installed)})
+    assert result.returncode == 2 and says in result.stderr
 
 
 def test_the_core_answers_every_stage_and_the_listed_notices(tiny):
@@ -110,11 +141,9 @@ def test_the_core_answers_every_stage_and_the_listed_notices(tiny):
     assert answered == [hook for hook in SPECS if is_stage(hook) or hook in overview.CORE_NOTICES]
 
 
-def test_hooks_come_with_the_summaries_of_the_last_run(installed, tiny, tmp_path, capsys):
+def test_a_run_is_shown_with_the_summaries_of_its_plugins(installed, tiny, tmp_path, capsys):
     path = tiny(plugins={"loud": {"kind": {"name": "horn"}}}, train={"steps": 1})
     must_succeed(path, env={"PYTHONPATH": str(installed)})
-    overview.list_hooks(path, [], [])
-    assert "summary  volume 3 (last run)" in capsys.readouterr().out
     show_run(tmp_path / "run")
     assert "loud: volume 3" in capsys.readouterr().out
 

@@ -78,6 +78,32 @@ def test_the_index_has_every_bundled_plugin():
     )
 
 
+def test_the_reference_is_what_its_script_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import reference
+
+    hint = "run .venv/bin/python tools/reference.py"
+    assert reference.PAGE.read_text(encoding="utf8") == reference.page(), hint
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code():
+    texts = [text for folder in ("plugsft", "plugins") for text in messages_in(ROOT / folder)]
+    page = TEXTS[ROOT / "docs/troubleshooting.md"]
+    quoted = re.findall(r"^\| `(.+?)` \|", page.split("\n## What you may look for\n")[0], re.M)
+    patterns = {message: re.escape(message).replace(r"\.\.\.", ".*") for message in quoted}
+    assert len(quoted) > 20
+    assert [m for m in quoted if not any(re.search(patterns[m], text) for text in texts)] == []
+
+
+def messages_in(folder):
+    """The texts of the code below a folder, with ... where values are written."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [getattr(part, "value", "...") for part in parts]
+            yield "".join(text if isinstance(text, str) else "..." for text in texts)
+
+
 def test_the_map_of_the_code_names_every_room():
     code = TEXTS[ROOT / "CONTRIBUTING.md"].split("\n## Where things live\n")[1]
     entries = {path.name for path in (ROOT / "plugsft").iterdir() if path.name[0] not in "_."}

@@ -42,7 +42,8 @@ class BfdPacking(Packer):
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens in a micro-batch. Default: data.max_length, and twice that for pairs."""
+    """Most tokens in a micro-batch; raise it as memory allows. Default: data.max_length, and twice
+    that for pairs."""
     scope: Literal["step", "dataset"] = "step"
     """Pack the examples of one step together, or of the whole epoch."""
     overlong: Literal["error", "truncate", "split"] = "error"

@@ -29,7 +29,8 @@ class FastTokenizer:
     """
 
     engine: Literal["auto", "gigatoken", "fastokens", "transformers"] = "auto"
-    """auto: the first that can be loaded and proved. transformers: the model's own tokenizer."""
+    """auto: the first that can be loaded and proved. gigatoken and fastokens come with the extra
+    `fast`. transformers: the model's own tokenizer."""
 
     started_run: bool = state(False)
     """Whether this process started the run; a worker of multiprocess_tokenize did not."""

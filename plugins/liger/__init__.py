@@ -23,12 +23,13 @@ class Liger:
     """
 
     rms_norm: bool | None = None
-    """Use this kernel. Default for each: if Liger has it for the model family."""
+    """Fuse RMS norms. Default: if Liger can for this family."""
     layer_norm: bool | None = None
+    """Fuse layer norms. Default: if Liger can for this family."""
     mlp: bool | None = None
-    """SwiGLU, GeGLU or squared ReLU, as the family has it."""
+    """Fuse SwiGLU, GeGLU or squared ReLU, as the family has it. Default: if Liger can."""
     rope: bool | None = None
-    """Rotary position embeddings."""
+    """Fuse rotary position embeddings. Default: if Liger can for this family."""
 
     patched: dict[str, int] = state({})
     """Kernel -> number of modules that use it."""

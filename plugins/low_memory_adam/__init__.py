@@ -29,7 +29,7 @@ class LowMemoryAdam:
     """
 
     kind: Literal["adamw_8bit", "paged_adamw_8bit", "corrected"]
-    """Which AdamW."""
+    """Which AdamW. The two of 8 bits need the extra `quantize`."""
 
     @hookimpl
     def check(self, recipe: Recipe, machine: Machine) -> None:

@@ -26,7 +26,7 @@ class Push:
     private: bool = True
     """Whether the repository is private."""
     wait_minutes: Annotated[float, Field(ge=0)] = 60
-    """The longest that the run waits for its last upload, after its end."""
+    """Most minutes that the run waits for its last upload, after its end."""
 
     warning: str = state("")
     """Why the hub could not be asked before the run."""

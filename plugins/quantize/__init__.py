@@ -31,7 +31,7 @@ class Quantize:
     """
 
     kind: Literal["nf4", "int8"]
-    """How the weights of linear layers are stored."""
+    """How the weights of linear layers are stored. "nf4" needs the extra `quantize`."""
     skip: list[str] = field(default_factory=list)
     """Linear layers that are not quantized, by the ends of their names."""
 

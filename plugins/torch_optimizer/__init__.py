@@ -38,7 +38,7 @@ class TorchOptimizer:
     ]
     """The optimizer, as in torch.optim."""
     options: dict[str, JsonValue] = field(default_factory=dict)
-    """Its options in torch.optim: {momentum = 0.9} for sgd."""
+    """Its options in torch.optim: `{momentum = 0.9}` for sgd."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:

@@ -21,7 +21,7 @@ class Tracker:
     """
 
     to: Annotated[list[Kind], Field(min_length=1)]
-    """One or several of "tensorboard", "wandb", "trackio", "mlflow"."""
+    """Where to send. The extra `trackers` has the packages of all four."""
     project: str = "plugsft"
     """The project, which MLflow calls an experiment."""
     name: str = ""

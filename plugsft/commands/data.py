@@ -53,7 +53,7 @@ def inspect(
 
 CacheFolder = Annotated[
     Path | None,
-    typer.Option(help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft."),
+    typer.Option(metavar="FOLDER", help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft."),
 ]
 
 
@@ -68,7 +68,7 @@ def gc(
     folder: CacheFolder = None,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove entries unused for this many days."),
+        typer.Option(metavar="N", min=0, help="Remove entries unused for this many days."),
     ] = None,
 ) -> None:
     """Remove unfinished builds and, with --keep-days, entries that are unused for long."""

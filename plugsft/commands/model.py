@@ -21,20 +21,32 @@ def chat(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Ask this, print the answer, and exit."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of the longest answer.")
+    ] = 256,
     system: Annotated[str, typer.Option(metavar="TEXT", help="The system message.")] = "",
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(metavar="N", min=0, help="0: always the likeliest token.")
+    ] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(help=f"Sample from the likeliest tokens with this probability. {MODELS}"),
+        typer.Option(
+            metavar="P", help=f"Sample from the likeliest tokens with this probability. {MODELS}"
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help=f"Sample from this number of the likeliest tokens. {MODELS}")
+        int | None,
+        typer.Option(
+            metavar="N", help=f"Sample from this number of the likeliest tokens. {MODELS}"
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help=f"Above 1: repetitions are less likely. {MODELS}")
+        float | None,
+        typer.Option(metavar="N", help=f"Above 1: repetitions are less likely. {MODELS}"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeat the same random answers.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Repeat the same random answers.")
+    ] = None,
     trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""
@@ -80,7 +92,8 @@ def export(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
-            help="With --merge: the type of the weights. Default: model.dtype of the run's recipe."
+            metavar="TYPE",
+            help="With --merge: float32, bfloat16 or float16. Default: model.dtype of the run.",
         ),
     ] = None,
     without: Without = None,

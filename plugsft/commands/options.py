@@ -57,7 +57,9 @@ ResumeAuto = Annotated[
     bool,
     typer.Option("--resume-auto", help="Resume from the latest checkpoint, or start without one."),
 ]
-ResumeFrom = Annotated[Path | None, typer.Option(help="Resume from this checkpoint.")]
+ResumeFrom = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Resume from this checkpoint.")
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")
 ]

@@ -1,11 +1,12 @@
-"""What recipes may hold: plugins, hooks and who answers them, and the JSON schema."""
+"""What recipes may hold: plugins and their options, hooks and who answers them, the schema."""
 
 import ast
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -13,12 +14,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ..base.console import print_table, say
+from ..base.errors import RecipeError, did_you_mean
 from ..hooks import CORE
-from ..output.folder import find_run
 from ..recipe.parse import fields, resolved
 from ..recipe.tables import Recipe
-from ..registry.active import options_of
-from ..registry.discover import FoundPlugin, find, load_class
+from ..registry.contracts import SPECS, contract_of, hook_mark, is_stage
+from ..registry.discover import BUNDLED, FoundPlugin, find, load_class
 from ..registry.load import load
 
 CORE_NOTICES = ("logged",)
@@ -27,6 +28,20 @@ ENABLED = {
     "type": "boolean",
     "default": True,
     "description": "false keeps the options and switches the plugin off.",
+}
+
+TYPES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "object": "table",
+}
+LIMITS = {
+    "minimum": "from",
+    "exclusiveMinimum": "above",
+    "maximum": "to",
+    "exclusiveMaximum": "below",
 }
 
 
@@ -49,6 +64,84 @@ def summary_of(plugin: FoundPlugin) -> str:
     return metadata.get("Summary") or ""
 
 
+def show_plugin(name: str) -> None:
+    """Print what a plugin does, its options, and what it asks of recipe and machine."""
+    found = find()
+    if name not in found:
+        hint = did_you_mean(name, found) or "; `plugsft plugins` lists all plugins"
+        raise RecipeError(f"'{name}' is neither a plugin nor a recipe{hint}")
+    cls, schema = load_class(found[name]), make_schema({name: found[name]})
+    table = table_in(schema, schema["properties"]["plugins"]["properties"][name])
+    say(f"{table['description']}\n\n[plugins.{name}]")
+    for option, kind, default, meaning in options_in(table):
+        say(f"  {option}: {kind}; {default if default == 'required' else f'default: {default}'}")
+        say(fill(meaning, 100, initial_indent="      ", subsequent_indent="      "))
+    page = f"docs/reference.md#plugins{name}; what was measured: docs/benchmarks.md"
+    pages = {"page": page} if found[name].origin == BUNDLED else {}
+    say("")
+    print_table([*claims_of(cls).items(), *pages.items()])
+
+
+def claims_of(cls: type[Any]) -> dict[str, str]:
+    """What a plugin declares of itself in @plugin(...), and by its hooks."""
+    hooks: dict[str, list[str]] = {"answers": [], "wraps": [], "hears": []}
+    for hook in SPECS:
+        if mark := hook_mark(cls, hook):
+            hooks["wraps" if mark["wrapper"] else "answers" if is_stage(hook) else "hears"] += [
+                hook
+            ]
+    contract = contract_of(cls)
+    claims = {
+        "needs": ", ".join(f"pip install 'plugsft[{extra}]'" for extra in contract.needs.values()),
+        "requires": ", ".join(contract.requires),
+        "refuses": "; ".join(f"{other}: {why}" for other, why in contract.conflicts.items()),
+        **{word: ", ".join(names) for word, names in hooks.items()},
+        "affects results": ", ".join(contract.affects_results) or "none of its options",
+    }
+    return {word: text for word, text in claims.items() if text}
+
+
+def options_in(table: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, default and meaning of each key of a table of the schema."""
+    for name, value in table["properties"].items():
+        text = value.get("description", "").replace("\n", " ")
+        meaning, _, rest = text.partition("Default: ")
+        default, _, more = rest.partition(". ")
+        unset = "required" if name in table.get("required", ()) else "none"
+        if name != "enabled":
+            yield (
+                name,
+                type_in_words(value),
+                default.removesuffix(".") or unset,
+                (meaning + more).strip(),
+            )
+
+
+def type_in_words(value: dict[str, Any], plural: str = "") -> str:
+    """Describe the type of a key of the schema: whole number, from 1."""
+    if "anyOf" in value:
+        kinds = (type_in_words(kind) for kind in value["anyOf"] if kind != {"type": "null"})
+        return ", or ".join(kinds)
+    if names := value.get("enum", [value["const"]] if "const" in value else []):
+        return ", ".join(map(json.dumps, names))
+    if value.get("type") == "array":
+        return f"list of {type_in_words(value['items'], 's')}"
+    kind = TYPES[value.get("type", "object")] + plural
+    inner = value.get("additionalProperties")
+    if isinstance(inner, dict) and "type" in inner:
+        kind += f" of {type_in_words(inner, 's')}"
+    limits = [
+        f"{word} {value[key]:,}" for key, word in LIMITS.items() if value.get(key, 2**31) < 2**31
+    ]
+    return ", ".join([kind, " ".join(limits)] if limits else [kind])
+
+
+def table_in(schema: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
+    """Find the table of the schema that a place of it names."""
+    table: dict[str, Any] = schema["$defs"][place["$ref"].rpartition("/")[2]]
+    return table
+
+
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:
     """Print a recipe as TOML with every default filled in."""
     recipe, _ = load(path, overrides)
@@ -56,27 +149,16 @@ def show_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
-    """Print who answers and who wraps each hook, then each plugin's options and summary."""
-    recipe, active = load(path, overrides, without)
+    """Print who answers and who wraps each hook."""
+    _, active = load(path, overrides, without)
     active.attach()
     hooks = []
-    for hook, is_stage, answers, wrappers in active.describe():
-        names = [*answers, CORE] if is_stage or hook in CORE_NOTICES else answers
-        text = (", else " if is_stage else ", ").join(names) or "nobody"
+    for hook, stage, answers, wrappers in active.describe():
+        names = [*answers, CORE] if stage or hook in CORE_NOTICES else answers
+        text = (", else " if stage else ", ").join(names) or "nobody"
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
-        hooks.append((hook, "stage" if is_stage else "notice", text + wrapped))
+        hooks.append((hook, "stage" if stage else "notice", text + wrapped))
     print_table(hooks)
-    last = {
-        plugin.name: f"{plugin.summary} (last run)" for plugin in find_run(recipe.folder).plugins
-    }
-    for name, plugin in active.plugins.items():
-        options = options_of(plugin)
-        shown = ", ".join(
-            f"{key} = {json.dumps(value, default=str)}" for key, value in options.items()
-        )
-        say(f"\n{name}  {active.found[name].origin}")
-        say(f"  options  {shown or 'none'}")
-        say(f"  summary  {last.get(name, 'not run yet')}")
 
 
 def schema_text() -> str:
@@ -106,12 +188,8 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
     ]
     references, schemas = TypeAdapter.json_schemas(adapters, schema_generator=_Lenient)
     definitions = schemas["$defs"]
-    by_name = {
-        name: definitions[reference["$ref"].rpartition("/")[2]]
-        for (name, _), reference in references.items()
-    }
     for name, cls in classes.items():
-        table = by_name[name]
+        table = table_in(schemas, references[name, "validation"])
         names = {option for option, _ in fields(cls)}
         options = {key: value for key, value in table.get("properties", {}).items() if key in names}
         table["properties"] = {"enabled": {**ENABLED}, **options}
@@ -133,10 +211,10 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
 def _describe_defaults(options: dict[str, dict[str, Any]]) -> None:
     """Add each option's default to its description, which editors show."""
     for option in options.values():
-        if option.get("default") not in (None, {}):
+        description = option.get("description", "")
+        if option.get("default") not in (None, {}) and "Default: " not in description:
             shown = json.dumps(option["default"], ensure_ascii=False)
-            description = f"{option.get('description', '')} Default: {shown}."
-            option["description"] = description.strip()
+            option["description"] = f"{description} Default: {shown}.".strip()
 
 
 class _Lenient(GenerateJsonSchema):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..base.console import say
-from .options import Overrides, RecipeFile, Without, same_words
+from .options import RECIPES, Overrides, RecipeFile, Without, complete_recipe, same_words
 
 
 def complete_kind(incomplete: str) -> list[str]:
@@ -20,7 +20,7 @@ def init(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="[KIND]",
+            metavar="KIND",
             help="sft, lora, dpo, ...; without it, all are listed.",
             autocompletion=complete_kind,
         ),
@@ -61,20 +61,26 @@ def check(
 
 
 def plugins(
-    recipe: Annotated[
+    name: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe in TOML, YAML or JSON."),
+        typer.Argument(
+            metavar="NAME|RECIPE",
+            help="A plugin, or a recipe in TOML, YAML or JSON.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     overrides: Overrides = None,
     without: Without = None,
 ) -> None:
-    """List all plugins; with a recipe, its hooks and who answers them."""
+    """List all plugins, explain one, or show who answers the hooks of a recipe."""
     from . import overview
 
-    if recipe is None:
+    if name is None:
         overview.list_plugins()
+    elif overrides or without or name.is_file() or name.suffix in RECIPES:
+        overview.list_hooks(name, overrides or [], without or [])
     else:
-        overview.list_hooks(recipe, overrides or [], without or [])
+        overview.show_plugin(str(name))
 
 
 def schema() -> None:
@@ -122,9 +128,11 @@ def new_plugin(
     ],
     kind: Annotated[
         Literal["callback", "format", "loss", "optimizer"],
-        typer.Option(help="What the plugin does; the skeleton is a working one."),
+        typer.Option(
+            metavar="KIND", help="callback, format, loss or optimizer: each a working one."
+        ),
     ] = "callback",
-    folder: Annotated[Path, typer.Option(help="Folder to write it to.")] = Path(),
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write it to.")] = Path(),
 ) -> None:
     """Write the skeleton of a new plugin, with its test."""
     from .starting_files import write_skeleton

@@ -81,7 +81,7 @@ def write_missing(kind: str, folder: Path) -> list[str]:
     return [*files]
 
 
-def write_files(files: dict[Path, str]) -> None:
+def write_files(files: dict[Path, str], option: str = "--to") -> None:
     """Write files, and the folders that they lie in."""
     try:
         for path, text in files.items():
@@ -89,7 +89,8 @@ def write_files(files: dict[Path, str]) -> None:
             with replace_file(path) as temporary:
                 temporary.write_text(text, "utf8")
     except OSError as error:
-        raise PlugsftError(f"{error.filename or path}: {reason_of(error)}; set --to") from error
+        place = error.filename or path
+        raise PlugsftError(f"{place}: {reason_of(error)}; set {option}") from error
 
 
 def commands_of(recipe: str) -> list[str]:
@@ -129,17 +130,10 @@ def write_skeleton(name: str, folder: Path, kind: str) -> None:
         "my-plugin": name.replace("_", "-"),
         "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
     }
-    try:
-        target.mkdir(parents=True)
-        for file in files:
-            text = file.read_text(encoding="utf8")
-            (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
-    except FileExistsError as error:
-        raise PluginError(f"{error.filename} exists already; remove it, or set --folder") from None
-    except OSError as error:
-        raise PluginError(
-            f"{error.filename or target}: {reason_of(error)}; set --folder"
-        ) from error
+    if target.exists():
+        raise PluginError(f"{target} exists already; remove it, or set --folder")
+    texts = {target / _rename(file.name, words): file.read_text("utf8") for file in files}
+    write_files({path: _rename(text, words) for path, text in texts.items()}, "--folder")
     say(f"written: {target}. Next:")
     for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")

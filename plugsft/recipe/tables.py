@@ -168,27 +168,29 @@ class Model(Table):
     """Which model to train."""
 
     path: Place | None = Field(None, examples=["Qwen/Qwen3-0.6B"])
-    """A hub name or a folder."""
+    """The model to train: a hub name or a folder. Required, unless [model.scratch] makes one."""
     scratch: Scratch | None = None
-    """A new small model, instead of `path`."""
+    """A new small model, instead of `path`; its keys are those of [model.scratch]."""
     revision: str | None = None
-    """Branch, tag or commit of a hub name."""
+    """Branch, tag or commit of `path`, if that is a hub name. Default: main."""
     tokenizer: Place | None = None
-    """A hub name or a folder. Default: the model's own tokenizer."""
+    """Another tokenizer: a hub name or a folder. Default: the model's own."""
     chat_template: Place = "auto"
     """The template that writes the rows. "auto" or "own": the model's. Or a Jinja file, which also
-    becomes the model's; its {% generation %} blocks, if it has any, say what is trained."""
+    becomes the model's; its `{% generation %}` blocks, if it has any, say what is trained."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
-    few rows, they get more, each the mean of the others."""
+    """Tokens to add to the tokenizer: `["<think>", "</think>"]`. If the model's embeddings have too
+    few rows, they get more, each the mean of the others. Adapters train none of these rows, unless
+    plugins.lora.train_new_tokens is set."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of computation, of frozen weights, and of the saved model. float16, for GPUs without
-    bfloat16, scales the loss."""
+    """Type of computation, of frozen weights, and of the saved model. On a GPU take "bfloat16";
+    "float16" is for GPUs without it (T4, V100), and scales the loss."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
-    8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5."""
+    8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5, but for
+    [plugins.low_memory_adam]."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code that comes with the model. Only for authors whom you trust."""
 
     @property
     def template_file(self) -> str | None:
@@ -226,7 +228,8 @@ class Source(Table):
     """One source of a mixture."""
 
     source: Place = Field(examples=["chats.jsonl"])
-    """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
+    """A hub name, a folder, a jsonl, json, parquet or arrow file, or an address of such a file:
+    s3://, gs://, hf:// or https://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
@@ -237,28 +240,31 @@ class Data(Table):
     """The data to train on."""
 
     source: Place | None = Field(None, examples=["chats.jsonl"])
-    """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
+    """A hub name, a folder, a jsonl, json, parquet or arrow file, or an address of such a file:
+    s3://, gs://, hf:// or https://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
-    """A mixture of sources, instead of `source`."""
+    """A mixture of sources, instead of `source`: a [[data.sources]] table for each."""
     tokens: Place | None = None
-    """A folder of `plugsft prepare`; `source` may then be absent from the recipe or the disk."""
+    """A folder that `plugsft prepare` printed: its tokens are trained, and nothing is tokenized.
+    `source` may then be absent from the recipe or the disk."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """plugsft's column names -> yours: {messages = "dialogue"}."""
+    """plugsft's column names -> yours: `{messages = "dialogue"}`."""
     ignore: list[str] = Field(default_factory=list)
     """Columns to ignore. Required for unread columns that change the meaning of a row (label,
     images, ...)."""
     max_length: int = Field(4096, ge=2, lt=2**31)
-    """Longest example, in tokens."""
+    """Longest example, in tokens; at most the model's context."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What to do with longer examples; their count is always reported."""
+    """What to do with longer examples: keep their beginning, leave them out, or stop. Their count
+    is always reported."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What to train on: all assistant turns, the last one, or every token."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether an unusable row stops the run, or is dropped and counted."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Variables for the chat template."""
+    """Variables for the chat template: `{enable_thinking = true}`."""
 
     _lead_row: dict[str, Any] = {}
     """Of the first rows of one source: all its rows are read as it is."""
@@ -288,11 +294,12 @@ class Eval(Table):
     """Evaluation while training."""
 
     every: Count = 100
-    """Steps between evaluations; the run always ends with one."""
+    """Steps between evaluations; the run always ends with one. Each computes all rows of its
+    source."""
     source: Place | None = None
     """A hub name, a folder or a file. Default: data.source."""
     split: str = "train"
-    """Split or slice of the source."""
+    """Split or slice of the source: "train[95%:]". Its rows must not be trained."""
 
 
 class Train(Table):
@@ -301,9 +308,11 @@ class Train(Table):
     batch_size: Count = Field(examples=[16])
     """Examples per optimizer step (the global batch), over all ranks."""
     learning_rate: float = Field(ge=0, allow_inf_nan=False, examples=[1e-5])
-    """Peak learning rate."""
+    """Peak learning rate. Bundled recipes take about 1e-5 for all weights, and 1e-4 for
+    adapters."""
     micro_batch: Count = 1
-    """Examples per micro-batch of a rank; affects memory and speed, results only by rounding."""
+    """Examples per micro-batch of a rank; affects memory and speed, results only by rounding. With
+    [plugins.bfd_packing] its `capacity` takes the place of this key."""
     epochs: Count = 1
     """Passes over the data."""
     steps: Count | None = None
@@ -311,9 +320,9 @@ class Train(Table):
     schedule: Schedule = "linear"
     """Name of the learning-rate schedule in transformers."""
     schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of the schedule: {min_lr_rate = 0.1} for cosine_with_min_lr."""
+    """Options of the schedule: `{min_lr_rate = 0.1}` for cosine_with_min_lr."""
     warmup: float = Field(0.0, ge=0, lt=2**31)
-    """Warm-up: below 1 a share of all steps, else a number of steps."""
+    """Warm-up: below 1 a share of all steps, rounded up, else a number of steps."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -346,16 +355,17 @@ class Train(Table):
 
 
 class Checkpoint(Table):
-    """Checkpoints."""
+    """When checkpoints are written, and which of them are kept."""
 
     every: int | None = Field(None, ge=0, lt=2**31)
     """Steps between checkpoints. Default: a tenth of the run, at most 500. 0 saves only at the end
     and when the run is stopped."""
     keep: Count = 3
-    """Number of latest checkpoints to keep."""
+    """Number of latest checkpoints to keep. Each holds weights and optimizer states; `plugsft plan`
+    prints its size."""
     keep_best: str | None = Field(None, examples=["eval_loss"])
-    """Metric of evaluations, such as eval_loss. The checkpoint with the best value is kept as well,
-    and becomes the final model."""
+    """Metric of evaluations, such as "eval_loss". The checkpoint with the best value is kept as
+    well, and becomes the final model."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of `keep_best` is the best."""
 
