@@ -210,7 +210,7 @@ def differing(one, other, where=""):
 
 def work_on_rank(rank, ranks, port, env, folder, work, answers):
     os.environ.update(env, OMP_NUM_THREADS="1")
-    if ranks > 1:
+    if ranks > 1 or env:
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),

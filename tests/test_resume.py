@@ -11,7 +11,7 @@ import optimizers
 import pytest
 import schedulefree
 import torch
-from conftest import FULL, tiny_tables, write_recipe
+from conftest import FULL, only_full, tiny_tables, write_recipe
 from launching import FSDP2, ZERO3
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -77,12 +77,14 @@ def resumed_from_evaluation_mode(name, accelerator, recipe, active):
     return restored or differing(whole.everything(), parts.everything(), "trained on")
 
 
+ALONE = "FSDP2 on one rank"
 # Optimizers of torch that use what DTensors cannot do.
-NOT_ON = {"FSDP2": ["Rprop", "Adafactor"]}
+NOT_ON = {kind: ["Rprop", "Adafactor"] for kind in ("FSDP2", ALONE)}
 # One optimizer for each kind of state; on ranks, `tools/test --full` runs all.
 EACH_KIND = ["AdamW fused", "SGD", "ASGD", "Adafactor", "Muon", *optimizers.OWN]
 EVALUATION_MODE = "schedule-free, saved in evaluation mode"
 KINDS = {"one process": (1, {}), "DDP": (2, {}), "FSDP2": (2, FSDP2), "ZeRO-3": (2, ZERO3)}
+STARTS = KINDS | {ALONE: (1, FSDP2)}
 
 
 def names_of(*kinds):
@@ -100,7 +102,7 @@ def said(tmp_path_factory):
 
     @cache
     def of(kind):
-        ranks, env = KINDS[kind]
+        ranks, env = STARTS[kind]
         work = [(name, resumed_is_uninterrupted) for name in names_of(kind)]
         if kind != "ZeRO-3":
             work.append((EVALUATION_MODE, resumed_from_evaluation_mode))
@@ -117,6 +119,7 @@ UNSTORABLE = {
         "Quantized",
     ): "optimizers/0/states/model.embed_tokens.weight/codes/",
     ("FSDP2", "Odd"): "embed_tokens.weight/nested/rows/0 is a DTensor of another shape than its",
+    (ALONE, "Odd"): "embed_tokens.weight/nested/rows/0 is a DTensor of another shape than its",
 }
 
 
@@ -149,7 +152,7 @@ def resharded(source, name, accelerator, recipe, active):
 
 
 # Optimizers whose state has another shape than its weight, and no meaning on another part of it.
-UNDIVIDED = {("one process", "FSDP2"): ["Odd", "Quantized"]}
+UNDIVIDED = {("one process", "FSDP2"): ["Odd", "Quantized"], (ALONE, "FSDP2"): ["Quantized"]}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +169,11 @@ def moved(said, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "first, then", [("FSDP2", "one process"), ("one process", "FSDP2"), ("DDP", "one process")]
+    "first, then",
+    [
+        *(("FSDP2", "one process"), ("one process", "FSDP2"), ("DDP", "one process")),
+        pytest.param(ALONE, "FSDP2", marks=only_full),
+    ],
 )
 def test_state_is_resharded_exactly_or_refused_by_name(moved, first, then):
     undivided = UNDIVIDED.get((first, then), [])
