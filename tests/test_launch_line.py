@@ -1,5 +1,6 @@
 """The line that plugsft launch runs: from its options, Slurm, torchrun and accelerate's file."""
 
+import json
 import os
 import shlex
 
@@ -90,6 +91,13 @@ def test_outside_of_a_clone_the_files_of_the_wheel_are_used(launch, tmp_path, mo
         f"--config_file {ROOT}/recipes/accelerate/fsdp2.yaml"
         in launch(*("--ranks", "2", "--strategy", "fsdp2"))[1][-1]
     )
+
+
+def test_the_options_that_the_file_for_ray_train_adds_are_taken(launch):
+    source = (ROOT / "recipes/launch/ray_train.py").read_text("utf8")
+    added = json.loads("[" + source.split('"words": [*words, ')[1].split("]")[0] + "]")
+    code, lines, _ = launch("--ranks", "2", *added)
+    assert code == 0, lines
 
 
 @pytest.mark.parametrize(

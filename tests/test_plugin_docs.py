@@ -71,10 +71,11 @@ def test_every_law_is_there_with_its_arguments(monkeypatch):
 
 
 def test_the_tiny_recipe_of_the_laws_is_there():
-    recipe = README.split("\n## The laws\n")[1].split("```toml\n")[1].split("```")[0]
+    section = PAGE.split("\n## The recipe of the laws\n")[1].split("\n## ")[0]
+    recipe = section.split("```text\n")[1].split("```")[0]
     train = TINY["train"] | {"micro_batch": MICRO_BATCH}
     assert tomllib.loads(recipe) == TINY | {"train": train}
-    assert f"a micro-batch of {LARGER_MICRO_BATCH};" in README
+    assert f"a micro-batch of {LARGER_MICRO_BATCH};" in section
 
 
 @pytest.mark.parametrize(("of", "kind"), [("Run", Run), ("RunModel", RunModel), ("Ranks", Ranks)])

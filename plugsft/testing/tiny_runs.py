@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
     # Two epochs, in steps of several micro-batches that differ in length and in targets.
     "train": {"batch_size": 8, "learning_rate": 1e-3, "epochs": 2},
 }
-"""The tiny recipe, without its folders and plugins; plugins/README.md shows it."""
+"""The tiny recipe, without its folders and plugins; docs/hooks.md shows it."""
 MICRO_BATCH = 2
 """Its train.micro_batch, but where the packed rows of a plugin set the micro-batch."""
 LARGER_MICRO_BATCH = 4
