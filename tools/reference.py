@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from plugsft.commands.overview import claims_of, make_schema, options_in, table_in
+from plugsft.commands.overview import claims_of, make_schema, table_in, type_in_words
 from plugsft.recipe.parse import value_of
 from plugsft.registry.discover import BUNDLED, find, load_class
 
@@ -119,19 +119,24 @@ def section(title: str, table: dict[str, Any], deeper: str = "", more: str = "")
     parts = [f"##{deeper} {title}"]
     for paragraph in filter(None, [*table["description"].split("\n\n"), more]):
         parts.append("\n".join(map(wrapped, re.split(r"\n(?=- )", paragraph))))
-    rows = [row(*option) for option in options_in(table)]
+    keys = {name: key for name, key in table["properties"].items() if name != "enabled"}
+    rows = [row(name, key, name in table.get("required", ())) for name, key in keys.items()]
     head = ["| key | type | default | meaning |", "|---|---|---|---|"]
     return "\n\n".join([*parts, "\n".join([*head, *rows]) if rows else "It has no options."]) + "\n"
 
 
-def row(name: str, kind: str, default: str, meaning: str) -> str:
+def row(name: str, key: dict[str, Any], required: bool) -> str:
     """The line of one key."""
-    kind = re.sub('"[^"]*"', r"`\g<0>`", kind)
-    if kind.count("`") > 8:
-        kind, meaning = "text", f"{meaning} One of {kind}."
+    text = key.get("description", "").replace("\n", " ")
+    meaning, _, rest = text.partition("Default: ")
+    default, _, more = rest.partition(". ")
+    default = default.removesuffix(".") or ("**required**" if required else "none")
     if value_of(default) != default:  # a value as recipes write it, not words
         default = f"`{default}`"
-    return f"| `{name}` | {kind} | {default.replace('required', '**required**')} | {meaning} |"
+    meaning, kind = (meaning + more).strip(), re.sub('"[^"]*"', r"`\g<0>`", type_in_words(key))
+    if kind.count("`") > 8:
+        kind, meaning = "text", f"{meaning} One of {kind}."
+    return f"| `{name}` | {kind} | {default} | {meaning} |"
 
 
 if __name__ == "__main__":

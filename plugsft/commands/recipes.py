@@ -9,32 +9,23 @@ from ..base.console import say
 from .options import RECIPES, Overrides, RecipeFile, Without, complete_recipe, same_words
 
 
-def complete_kind(incomplete: str) -> list[str]:
-    """Complete the name of a bundled recipe."""
-    from .starting_files import kinds
-
-    return [kind for kind in kinds() if kind.startswith(incomplete)]
-
-
 def init(
     kind: Annotated[
         str,
         typer.Argument(
             metavar="KIND",
             help="sft, lora, dpo, ...; without it, all are listed.",
-            autocompletion=complete_kind,
         ),
     ] = "",
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path(),
-    list_kinds: Annotated[bool, typer.Option("--list", help="List all kinds.")] = False,
 ) -> None:
     """Write a commented recipe, with its data and launch files."""
     from .starting_files import print_kinds, write
 
-    if list_kinds or not kind:
-        print_kinds()
-    else:
+    if kind:
         write(kind, to)
+    else:
+        print_kinds()
 
 
 def check(
