@@ -95,7 +95,7 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
             for number, point in enumerate(points)
             for merge in ((), ("--merge",))
         ],
-        "init": [["--list"]],
+        "init": [[]],
         "convert": [["--help"]],  # it opens no model
         "quickstart": [["--help"]],  # it trains a new model, on its own data
         "launch": [["--help"]],  # it becomes `plugsft train`, or `accelerate launch`

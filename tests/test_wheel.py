@@ -119,7 +119,7 @@ def run(installed, place, *words):
 
 def test_an_empty_folder_and_two_commands_lead_to_a_model_that_talks(installed, tmp_path):
     assert run(installed, tmp_path, "--version") == f"plugsft {__version__}\n"
-    assert run(installed, tmp_path, "init", "--list").startswith("dpo ")
+    assert run(installed, tmp_path, "init").startswith("dpo ")
     assert "\n  plugsft check recipes/sft.toml\n" in run(installed, tmp_path, "init", "sft")
     run(installed, tmp_path, "init", "quickstart", "--to", "first")
     told = run(installed, tmp_path / "first", "check", "recipes/quickstart.toml")

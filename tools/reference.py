@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from plugsft.commands.overview import claims_of, make_schema, options_in, table_in
+from plugsft.commands.overview import claims_of, make_schema, table_in, type_in_words
 from plugsft.recipe.parse import value_of
 from plugsft.registry.discover import BUNDLED, find, load_class
 
@@ -31,10 +31,10 @@ TABLES = {
 """The tables of a recipe in the order in which recipes have them, and their names in the schema."""
 GROUPS = {
     "Preparing data": {
-        "multiprocess_tokenize": "data.md",
-        "ray_tokenize": "data.md",
+        "multiprocess_tokenize": "prepare.md",
+        "ray_tokenize": "prepare.md",
         "fast_tokenizer": "speed.md",
-        "arrow_cache": "data.md",
+        "arrow_cache": "prepare.md",
     },
     "Speed and memory": {
         "bfd_packing": "speed.md",
@@ -54,9 +54,9 @@ GROUPS = {
         "router_loss": "experts.md",
     },
     "Optimizers and averages": {
-        "low_memory_adam": "train.md",
-        "torch_optimizer": "train.md",
-        "ema": "train.md",
+        "low_memory_adam": "optimizers.md",
+        "torch_optimizer": "optimizers.md",
+        "ema": "optimizers.md",
     },
     "Preferences and rewards": {
         "dpo": "preferences.md",
@@ -65,11 +65,11 @@ GROUPS = {
         "reward": "preferences.md",
     },
     "Watching and ending a run": {
-        "early_stopping": "train.md",
-        "samples": "train.md",
+        "early_stopping": "checkpoints.md",
+        "samples": "watch.md",
         "profiler": "speed.md",
-        "tracker": "train.md",
-        "push": "train.md",
+        "tracker": "watch.md",
+        "push": "watch.md",
     },
 }
 """The bundled plugins by what they are for, and the page that explains each."""
@@ -119,19 +119,24 @@ def section(title: str, table: dict[str, Any], deeper: str = "", more: str = "")
     parts = [f"##{deeper} {title}"]
     for paragraph in filter(None, [*table["description"].split("\n\n"), more]):
         parts.append("\n".join(map(wrapped, re.split(r"\n(?=- )", paragraph))))
-    rows = [row(*option) for option in options_in(table)]
+    keys = {name: key for name, key in table["properties"].items() if name != "enabled"}
+    rows = [row(name, key, name in table.get("required", ())) for name, key in keys.items()]
     head = ["| key | type | default | meaning |", "|---|---|---|---|"]
     return "\n\n".join([*parts, "\n".join([*head, *rows]) if rows else "It has no options."]) + "\n"
 
 
-def row(name: str, kind: str, default: str, meaning: str) -> str:
+def row(name: str, key: dict[str, Any], required: bool) -> str:
     """The line of one key."""
-    kind = re.sub('"[^"]*"', r"`\g<0>`", kind)
-    if kind.count("`") > 8:
-        kind, meaning = "text", f"{meaning} One of {kind}."
+    text = key.get("description", "").replace("\n", " ")
+    meaning, _, rest = text.partition("Default: ")
+    default, _, more = rest.partition(". ")
+    default = default.removesuffix(".") or ("**required**" if required else "none")
     if value_of(default) != default:  # a value as recipes write it, not words
         default = f"`{default}`"
-    return f"| `{name}` | {kind} | {default.replace('required', '**required**')} | {meaning} |"
+    meaning, kind = (meaning + more).strip(), re.sub('"[^"]*"', r"`\g<0>`", type_in_words(key))
+    if kind.count("`") > 8:
+        kind, meaning = "text", f"{meaning} One of {kind}."
+    return f"| `{name}` | {kind} | {default} | {meaning} |"
 
 
 if __name__ == "__main__":

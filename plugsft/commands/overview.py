@@ -3,7 +3,7 @@
 import ast
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from textwrap import fill
@@ -35,6 +35,7 @@ TYPES = {
     "integer": "whole number",
     "number": "number",
     "boolean": "true or false",
+    "array": "list",
     "object": "table",
 }
 LIMITS = {
@@ -52,6 +53,7 @@ def list_plugins() -> None:
         say("no plugins; `plugsft new-plugin NAME` writes a skeleton")
         return
     print_table([(name, plugin.origin, summary_of(plugin)) for name, plugin in plugins.items()])
+    say("`plugsft plugins NAME` explains one")
 
 
 def summary_of(plugin: FoundPlugin) -> str:
@@ -73,48 +75,30 @@ def show_plugin(name: str) -> None:
     cls, schema = load_class(found[name]), make_schema({name: found[name]})
     table = table_in(schema, schema["properties"]["plugins"]["properties"][name])
     say(f"{table['description']}\n\n[plugins.{name}]")
-    for option, kind, default, meaning in options_in(table):
-        say(f"  {option}: {kind}; {default if default == 'required' else f'default: {default}'}")
+    for option, value in table["properties"].items():
+        must = ", required" * (option in table.get("required", ()))
+        say(f"  {option}: {type_in_words(value)}{must}")
+        meaning = value.get("description", "")
         say(fill(meaning, 100, initial_indent="      ", subsequent_indent="      "))
-    page = f"docs/reference.md#plugins{name}; what was measured: docs/benchmarks.md"
-    pages = {"page": page} if found[name].origin == BUNDLED else {}
     say("")
-    print_table([*claims_of(cls).items(), *pages.items()])
+    print_table([*claims_of(cls).items()])
+    if found[name].origin == BUNDLED:
+        say(f"docs/reference.md#plugins{name}; what was measured: docs/benchmarks.md")
 
 
 def claims_of(cls: type[Any]) -> dict[str, str]:
-    """What a plugin declares of itself in @plugin(...), and by its hooks."""
-    hooks: dict[str, list[str]] = {"answers": [], "wraps": [], "hears": []}
-    for hook in SPECS:
-        if mark := hook_mark(cls, hook):
-            hooks["wraps" if mark["wrapper"] else "answers" if is_stage(hook) else "hears"] += [
-                hook
-            ]
+    """What a plugin declares in @plugin(...), and the stages that it answers or wraps."""
     contract = contract_of(cls)
+    marks = {hook: mark for hook in SPECS if (mark := hook_mark(cls, hook)) and is_stage(hook)}
     claims = {
         "needs": ", ".join(f"pip install 'plugsft[{extra}]'" for extra in contract.needs.values()),
         "requires": ", ".join(contract.requires),
         "refuses": "; ".join(f"{other}: {why}" for other, why in contract.conflicts.items()),
-        **{word: ", ".join(names) for word, names in hooks.items()},
+        "answers": ", ".join(hook for hook, mark in marks.items() if not mark["wrapper"]),
+        "wraps": ", ".join(hook for hook, mark in marks.items() if mark["wrapper"]),
         "affects results": ", ".join(contract.affects_results) or "none of its options",
     }
     return {word: text for word, text in claims.items() if text}
-
-
-def options_in(table: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, type, default and meaning of each key of a table of the schema."""
-    for name, value in table["properties"].items():
-        text = value.get("description", "").replace("\n", " ")
-        meaning, _, rest = text.partition("Default: ")
-        default, _, more = rest.partition(". ")
-        unset = "required" if name in table.get("required", ()) else "none"
-        if name != "enabled":
-            yield (
-                name,
-                type_in_words(value),
-                default.removesuffix(".") or unset,
-                (meaning + more).strip(),
-            )
 
 
 def type_in_words(value: dict[str, Any], plural: str = "") -> str:
@@ -124,16 +108,14 @@ def type_in_words(value: dict[str, Any], plural: str = "") -> str:
         return ", or ".join(kinds)
     if names := value.get("enum", [value["const"]] if "const" in value else []):
         return ", ".join(map(json.dumps, names))
-    if value.get("type") == "array":
-        return f"list of {type_in_words(value['items'], 's')}"
     kind = TYPES[value.get("type", "object")] + plural
-    inner = value.get("additionalProperties")
-    if isinstance(inner, dict) and "type" in inner:
+    inner = value.get("items", value.get("additionalProperties"))
+    if isinstance(inner, dict) and "$ref" not in inner:
         kind += f" of {type_in_words(inner, 's')}"
-    limits = [
-        f"{word} {value[key]:,}" for key, word in LIMITS.items() if value.get(key, 2**31) < 2**31
-    ]
-    return ", ".join([kind, " ".join(limits)] if limits else [kind])
+    limits = (
+        f" {word} {value[key]:,}" for key, word in LIMITS.items() if value.get(key, 2**31) < 2**31
+    )
+    return ",".join(filter(None, [kind, "".join(limits)]))
 
 
 def table_in(schema: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:

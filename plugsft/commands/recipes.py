@@ -26,15 +26,14 @@ def init(
         ),
     ] = "",
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path(),
-    list_kinds: Annotated[bool, typer.Option("--list", help="List all kinds.")] = False,
 ) -> None:
     """Write a commented recipe, with its data and launch files."""
     from .starting_files import print_kinds, write
 
-    if list_kinds or not kind:
-        print_kinds()
-    else:
+    if kind:
         write(kind, to)
+    else:
+        print_kinds()
 
 
 def check(
