@@ -253,7 +253,7 @@ def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
     formats = Counter(map(format_of, named))
 
     def rank(row: Row) -> tuple[int, int]:
-        return formats[format_of(row)], len([*filter(None, row.values())])
+        return formats[format_of(row)], sum(map(bool, row.values()))
 
     return max(named, key=rank, default={})
 

@@ -1,0 +1,120 @@
+"""The chat templates with tools: their text, and how transformers reads calls back from it."""
+
+import json
+
+import pytest
+from conftest import ROOT
+from formats import tokenizer_of
+from served import (
+    AGAIN,
+    ASK,
+    CHATS,
+    TEMPLATES,
+    WITH_TOOLS,
+    answer,
+    chat_of,
+    conversation,
+    examples_of,
+    served,
+)
+from transformers import AutoTokenizer
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+
+from plugsft.base.errors import RecipeError
+from plugsft.data.formats import BadRow
+from plugsft.data.load_tokenizer import load_tokenizer
+from plugsft.recipe.tables import Model
+
+OURS = ("chatml_tools", "llama3_tools")
+PLAIN = [kind for kind in CHATS if kind not in WITH_TOOLS]
+SINGLE = ("call", "no arguments", "steps")
+SYSTEM = CHATS["system"][0]
+DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+FILES = {name: ROOT / f"recipes/{name}.jinja" for name in OURS}
+RESPONSES = {
+    name: json.loads(file.with_suffix(".response.json").read_text("utf8"))
+    for name, file in FILES.items()
+}
+
+
+def called(*calls):
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, kinds, before",
+    [
+        ("chatml_tools", "qwen3_instruct_2507", CHATS, []),
+        ("chatml_tools", "qwen2_5", CHATS, [SYSTEM]),
+        ("llama3_tools", "llama3", PLAIN, []),
+        ("llama3_tools", "llama3_1", SINGLE, []),
+        ("llama3_tools", "llama3_1", [*PLAIN, *SINGLE], [SYSTEM]),
+    ],
+)
+def test_the_text_is_that_of_a_published_template(ours, theirs, kinds, before):
+    ours, theirs = chat_of(TEMPLATES[ours]), chat_of(TEMPLATES[theirs])
+    for kind in kinds:
+        turns, tools = before + CHATS[kind], kind in WITH_TOOLS
+        for stop in range(len(before) + 1, len(turns) + 1):
+            for prompt in (True, False):
+                expected = served(theirs, turns[:stop], tools, prompt).replace(DATES, "")
+                assert served(ours, turns[:stop], tools, prompt) == expected, (kind, stop, prompt)
+
+
+CALLS = {
+    "single": [("weather", {"city": "Oslo", "days": 3})],
+    "parallel": [("weather", {"city": "Oslo"}), ("now", {}), ("weather", {"city": "Rome"})],
+    "nested": [("plan", {"trips": [{"to": {"x": [1, 2.5, -3]}, "by": None}], "paid": True})],
+    "other letters": [("weather", {"city": "札幌 🦉 \u2028 é"}), ("wetter", {"städte": ["Köln"]})],
+    "no arguments": [("now", {})],
+    "JSON in a text": [("say", {"text": '"}; {"name": "now", "parameters": {}}\n\\'}), ("now", {})],
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_is_trained_is_read_back(name, kind):
+    turns = [ASK, answer("", tool_calls=called(*CALLS[kind])), AGAIN, answer("So {it} is.")]
+    (example,) = chat_of(TEMPLATES[name]).examples(conversation(turns, tools=True)).examples
+    expected = {"role": "assistant", "tool_calls": called(*CALLS[kind])}
+    for prompt, told, message in (
+        (example[0], example[1], expected),
+        ("".join(example[:3]), example[3], {"role": "assistant", "content": "So {it} is."}),
+    ):
+        for end in ("", "<|pad|>\n<|pad|>"):  # generate pads the rows of a batch
+            assert parse_response(told + end, RESPONSES[name], prefix=prompt) == message
+        stream = ResponseParser(RESPONSES[name], prefix=prompt)
+        for letter in told:
+            stream.feed(letter)
+        assert stream.finalize()[0] == message
+
+
+def test_words_beside_a_call():
+    turns = [ASK, answer("Let me look.", tool_calls=called(*CALLS["parallel"]))]
+    chatml, llama = (chat_of(TEMPLATES[name]) for name in OURS)
+    ((prompt, told),) = examples_of(chatml, turns, tools=True)
+    read = parse_response(told, RESPONSES["chatml_tools"], prefix=prompt)
+    assert read == turns[1]
+    with pytest.raises(BadRow, match="Llama 3 writes no words beside a call; set model"):
+        examples_of(llama, turns, tools=True)
+
+
+def test_a_template_brings_how_its_answers_are_read(tmp_path):
+    own = tokenizer_of("BPE", "qwen3")
+    own.response_template = {"of": "its own template"}
+    own.save_pretrained(tmp_path / "own")
+
+    def loaded(file):
+        return load_tokenizer(Model(path=str(tmp_path / "own"), chat_template=file), tmp_path)
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    for file, expected in ((FILES["llama3_tools"], RESPONSES["llama3_tools"]), (template, None)):
+        loaded(str(file)).save_pretrained(tmp_path / "saved")
+        again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+        assert again.response_template == expected
+    assert loaded("auto").response_template == own.response_template
+    template.with_suffix(".response.json").write_text("[]")
+    with pytest.raises(RecipeError, match=r"or its \.response\.json cannot be read \(a JSON obj"):
+        loaded(str(template))
