@@ -153,7 +153,7 @@ def test_options_and_keys_named_in_a_sentence_exist(page):
 OF_OTHERS = {
     *("--help", "--full", "--config_file", "--strict", "--index-url"),
     *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
-    *("--ntasks-per-node", "--against"),
+    *("--ntasks-per-node", "--against", "--enable-auto-tool-choice", "--tool-call-parser"),
 }
 """Options of typer, accelerate, mypy, pip, Slurm, our tools, and of servers of models."""
 

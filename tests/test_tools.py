@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, must_succeed, only_full, tiny_tables, write_recipe
 from formats import tokenizer_of
 from served import (
     AGAIN,
@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from plugsft.base.errors import RecipeError
-from plugsft.data.formats import BadRow
+from plugsft.commands.starting_files import write_missing
+from plugsft.data.formats import BadRow, read_chat
 from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.recipe.tables import Model
 
@@ -37,6 +38,11 @@ RESPONSES = {
     name: json.loads(file.with_suffix(".response.json").read_text("utf8"))
     for name, file in FILES.items()
 }
+
+
+def page_blocks(language):
+    page = (ROOT / "docs/tools.md").read_text("utf8")
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 def called(*calls):
@@ -101,6 +107,42 @@ def test_words_beside_a_call():
     assert read == turns[1]
     with pytest.raises(BadRow, match="Llama 3 writes no words beside a call; set model"):
         examples_of(llama, turns, tools=True)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_both_shapes_of_rows_on_the_page_give_one_text(name):
+    rows = [json.loads(text) for text in page_blocks("json")]
+    texts = [chat_of(TEMPLATES[name]).examples(read_chat("messages", row)) for row in rows]
+    assert len(texts) == 2 and texts[0] == texts[1]
+    assert '"city": "Bergen"' in texts[0].examples[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [OURS[0], pytest.param(OURS[1], marks=only_full)])
+def test_a_trained_model_calls_a_tool_and_answers(name, tmp_path, monkeypatch):
+    """The code of the page, with a tiny model that knows the first example row by heart."""
+    lines = (ROOT / "recipes/data/tools.jsonl").read_text("utf8").splitlines()
+    tokenizer = tokenizer_of("BPE").train_new_from_iterator(lines, 1200)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tables = tiny_tables(tmp_path, [row := json.loads(lines[0])])
+    tables["model"] = {
+        "scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 1024},
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "chat_template": str(FILES[name]),
+    }
+    tables["data"]["max_length"] = 1024
+    tables["train"] |= {"batch_size": 1, "micro_batch": 1, "steps": 80, "learning_rate": 1e-2}
+    must_succeed(write_recipe(tmp_path / "recipe.toml", tables))
+    place = tmp_path / "place"
+    write_missing("tools", place)
+    (place / "runs/tools").mkdir(parents=True)
+    (place / "runs/tools/merged").symlink_to(tmp_path / "run/model")
+    monkeypatch.chdir(place)
+    (code,) = page_blocks("python")
+    exec(code, names := {})
+    messages = conversation(row["messages"]).messages
+    messages[2].pop("name")
+    assert [{"content": "", **message} for message in names["messages"]] == messages
 
 
 def test_a_template_brings_how_its_answers_are_read(tmp_path):
