@@ -161,5 +161,5 @@ def test_a_template_brings_how_its_answers_are_read(tmp_path):
         assert again.response_template == expected
     assert loaded("auto").response_template == own.response_template
     template.with_suffix(".response.json").write_text("[]")
-    with pytest.raises(RecipeError, match=r"or its \.response\.json cannot be read \(a JSON obj"):
+    with pytest.raises(RecipeError, match=r"template\.response\.json' cannot be read \(a JSON obj"):
         loaded(str(template))

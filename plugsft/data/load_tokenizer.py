@@ -62,15 +62,14 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_padding()
     if model.template_file:
         file = Path(model.template_file)
-        # By it, transformers reads answers back. One for the model's own template reads others.
-        answers = file.with_suffix(".response.json")
         try:
             tokenizer.chat_template = read_text(file)
-            tokenizer.response_template = read_json_object(answers) if answers.exists() else None
+            # By it, transformers reads answers back. That of the model's own template would not do.
+            file = file.with_suffix(".response.json")
+            tokenizer.response_template = read_json_object(file) if file.exists() else None
         except (OSError, ValueError) as error:
             raise RecipeError(
-                f"model.chat_template: '{file}' or its .response.json cannot be read "
-                f"({reason_of(error)})"
+                f"model.chat_template: '{file}' cannot be read ({reason_of(error)})"
             ) from error
     if model.add_tokens:
         add_tokens(tokenizer, model.add_tokens)
