@@ -51,6 +51,14 @@ TOO_SLOW = {
     "it with few",
     "sbatch recipes/launch/slurm.sbatch my.toml": "test_slurm.py has a Slurm and runs it with "
     "--full",
+    **dict.fromkeys(
+        (
+            "plugsft init tools",
+            "plugsft recipes/tools.toml",
+            "plugsft export runs/tools --merge",
+        ),
+        "test_init.py runs them",
+    ),
     "plugsft launch my.toml --ranks 2": "test_many_machines.py launches so",
     "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
     "accelerate launch --config_file recipes/accelerate/gpu8.yaml --num_processes 2 "
@@ -90,9 +98,10 @@ def make_place(folder):
     tables["model"]["scratch"]["context"] = 2048
     tables["train"]["steps"] = 1
     must_succeed(write_recipe(folder / "tiny/recipe.toml", tables))
-    shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
+    for name in ("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        shutil.copytree(folder / "tiny/run/model", folder / name)
     write_jsonl(folder / "chats.jsonl", chats(70))
-    for kind in ("launch", "quickstart"):
+    for kind in ("launch", "quickstart", "tools"):
         must_succeed("init", kind, cwd=folder)
     # Smaller steps than the README's, for speed.
     recipe = dict(BLOCK.findall(README))["toml"].replace("batch_size = 64", "batch_size = 16")

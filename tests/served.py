@@ -4,6 +4,7 @@ import json
 import re
 
 import tokenizers
+from conftest import ROOT
 from formats import FOLDER
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -12,11 +13,11 @@ from plugsft.data.formats import read_turns
 from plugsft.recipe.tables import Data
 from plugsft.tokens.tokenizer import Tokenizer
 
+FILES = [*sorted(FOLDER.glob("*.jinja")), *sorted((ROOT / "recipes").glob("*_tools.jinja"))]
 TEMPLATES = {
-    path.stem: path.read_text("utf8")
-    for path in sorted(FOLDER.glob("*.jinja"))
-    if not path.stem.endswith("_training")
+    path.stem: path.read_text("utf8") for path in FILES if not path.stem.endswith("_training")
 }
+"""TRL's, and ours that know tools."""
 MARKUP = re.compile(
     r"<\|[^|<>\n]{1,40}\|>|<\uff5c[^<>]{1,40}\uff5c>|</?[a-z_]{3,20}>|\[/?[A-Z_]{3,20}\]|<[a-z_|]{3,20}>"
 )

@@ -167,6 +167,7 @@ OF_OTHERS = {
     *("--help", "--full", "--config_file", "--strict", "--index-url"),
     *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
     *("--ntasks-per-node", "--against", "--workers", "--plugins"),
+    *("--enable-auto-tool-choice", "--tool-call-parser"),
 }
 """Options of typer, accelerate, mypy, pip, Slurm, our tools, and of servers of models."""
 

@@ -564,8 +564,8 @@ def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
             assert lost.match(rendered(tokenizer, called, train_on=train_on).bad[0])
     (reason,) = rendered(tokenizer, CHATS["tools"]).bad.values()
     assert reason == (
-        "it has tools, and the chat template takes none (set model.chat_template, take a model "
-        "whose template does, or take the tools out)"
+        "it has tools, and the chat template takes none (set model.chat_template to one that "
+        "`plugsft init tools` writes, take a model whose template does, or take the tools out)"
     )
     # That its name stands among the tools does not count.
     for train_on in ("assistant", "last", "all"):

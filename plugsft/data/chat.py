@@ -100,8 +100,9 @@ class Chat:
         """Find examples turn by turn. What the template refuses, or loses, is no row."""
         if chat.tools and "tools" not in self.template.variables:
             raise BadRow(
-                "it has tools, and the chat template takes none (set model.chat_template, take a "
-                "model whose template does, or take the tools out)"
+                "it has tools, and the chat template takes none (set model.chat_template to one "
+                "that `plugsft init tools` writes, take a model whose template does, or take the "
+                "tools out)"
             )
         variables = {**self.variables, **(chat.variables or {})}
         if chat.tools:

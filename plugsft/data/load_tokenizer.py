@@ -15,11 +15,12 @@ from transformers.utils.hub import cached_file
 
 from ..base.console import say
 from ..base.errors import RecipeError, explain_load_error, reason_of
-from ..base.limits import read_json_object
+from ..base.limits import read_json_object, read_text
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import Model
 from ..tokens.tokenizer import Tokenizer, lighten
-from .chat import CHATML
+from .chat import ANSWER, CHATML
+from .turns import ASK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -60,11 +61,15 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if model.template_file:
+        file = Path(model.template_file)
         try:
-            tokenizer.chat_template = Path(model.template_file).read_text(encoding="utf8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = read_text(file)
+            # By it, transformers reads answers back. That of the model's own template would not do.
+            file = file.with_suffix(".response.json")
+            tokenizer.response_template = read_json_object(file) if file.exists() else None
+        except (OSError, ValueError) as error:
             raise RecipeError(
-                f"model.chat_template: '{model.template_file}' cannot be read ({reason_of(error)})"
+                f"model.chat_template: '{file}' cannot be read ({reason_of(error)})"
             ) from error
     if model.add_tokens:
         add_tokens(tokenizer, model.add_tokens)
@@ -141,10 +146,10 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     configs = (model.generation_config, model.config, tokenizer)
     stops = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
         with suppress(Exception):  # a template may refuse this conversation
-            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
-            ids = tokenizer(text.rpartition("!answer!")[2], add_special_tokens=False).input_ids
+            text = str(tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False))
+            end = text.rpartition(ANSWER["content"])[2]
+            ids = tokenizer.encode(end, add_special_tokens=False)
             stops += [token for token in ids if token in tokenizer.added_tokens_decoder][:1]
     return [*dict.fromkeys(stops)]
 
@@ -180,11 +185,12 @@ def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreT
 
 
 def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
-    wrapped = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHATML.read_text(encoding="utf8"),
     )
-    wrapped.chat_template = CHATML.read_text(encoding="utf8")
-    return wrapped
 
 
 def _texts(sources: Sequence[Rows], render: Render, tokenizer: Tokenizer) -> Iterator[list[str]]:

@@ -91,12 +91,13 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
 
 def template_key(tokenizer: Tokenizer) -> str:
     """Name the chat template, and how its tokenizer reads it."""
-    parts = {
-        "template": tokenizer.chat_template,
-        "blocks": tokenizer.honours_blocks,
-        "stops": tokenizer.stops,
-    }
-    return digest(parts)
+    return digest(
+        {
+            "template": tokenizer.chat_template,
+            "blocks": tokenizer.honours_blocks,
+            "stops": tokenizer.stops,
+        }
+    )
 
 
 @dataclass

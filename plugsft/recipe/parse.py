@@ -68,7 +68,7 @@ def anchored(recipe: Recipe, mode: str = "python") -> dict[str, Any]:
     model, data = tables["model"], tables["data"]
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
         for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
-            # "trl" is not a path, even if a file of that name exists.
+            # "auto" is not a path, even if a file of that name exists.
             if name != "chat_template" or table[name] not in TEMPLATES:
                 table[name] = absolute(table[name])
     if "sources" in data:

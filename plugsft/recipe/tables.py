@@ -177,7 +177,8 @@ class Model(Table):
     """Another tokenizer: a hub name or a folder. Default: the model's own."""
     chat_template: Place = "auto"
     """The template that writes the rows. "auto" or "own": the model's. Or a Jinja file, which also
-    becomes the model's; its `{% generation %}` blocks, if it has any, say what is trained."""
+    becomes the model's; its `{% generation %}` blocks, if it has any, say what is trained. So does
+    NAME.response.json beside NAME.jinja, by which transformers reads answers back."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tokens to add to the tokenizer: `["<think>", "</think>"]`. If the model's embeddings have too
     few rows, they get more, each the mean of the others. Adapters train none of these rows, unless

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import FULL, run_plugsft, write_jsonl, write_recipe
+from conftest import FULL, ROOT, run_plugsft, write_jsonl, write_recipe
 from downloads import TOKENIZERS, llama_cpp_templates, real_calls, real_chats, unpack_tokenizer
 from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
 
@@ -147,6 +147,23 @@ def test_real_function_calls_are_trained_whole_or_refused(name, most, tmp_path):
             position = text.index(function["name"], position, stop)
             for value in function["arguments"].values():
                 position = text.index(json.dumps(value, ensure_ascii=False), position, stop)
+
+
+@pytest.mark.parametrize(
+    "name, template", [("qwen3", "chatml_tools"), ("llama3_1", "llama3_tools")]
+)
+def test_real_function_calls_are_read_back_as_trained(name, template, tmp_path):
+    file = ROOT / f"recipes/{template}.jinja"
+    model = Model(path=str(unpack_tokenizer(name, tmp_path)), chat_template=str(file))
+    tokenizer = load_tokenizer(model, tmp_path)
+    rows = real_calls()[:: 1 if FULL else 10]
+    rendered = render_rows(rows, data_tokenizer(tokenizer, model, ""), Data(source="x"))
+    assert not rendered.bad and rendered.rows == [*range(len(rows))]
+    for row, text, [(start, stop)] in zip(rows, rendered.texts, rendered.spans, strict=True):
+        ids = tokenizer.encode(text[start:stop], add_special_tokens=False)
+        assert ids[-1] in tokenizer.added_tokens_decoder
+        read = tokenizer.parse_response(ids, prefix=text[:start])
+        assert read["tool_calls"] == row["messages"][-1]["tool_calls"]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
