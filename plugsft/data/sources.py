@@ -138,10 +138,7 @@ def _ensure_readable(name: str, where: str) -> None:
     path, known = Path(name), ", ".join(FILES)
     if path.is_file():
         if path.suffix not in FILES:
-            raise DataError(
-                f"{where}: unknown file type '{path.suffix}'; use {known}; docs/troubleshooting.md "
-                "says how CSV becomes one"
-            )
+            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
     elif path.is_dir():
