@@ -39,9 +39,6 @@ class _Console(Console):
         super().print(*shown, **options)
 
 
-if not os.environ.get("COLUMNS", "0").isdecimal():  # rich would fail at ²
-    del os.environ["COLUMNS"]
-
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.
 _console = partial(_Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)

@@ -21,9 +21,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from importlib.metadata import distributions
 from pathlib import Path
-from traceback import extract_tb
 
 from .limits import read_json_object
 
@@ -149,9 +147,7 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def refusal_of(error: BaseException) -> PlugsftError | None:
-    """Return an operating system's refusal, or a broken package, as an error of one line."""
-    if any("importlib/metadata" in frame.filename for frame in extract_tb(error.__traceback__)):
-        return _broken_package()
+    """Return an operating system's refusal as an error of one line."""
     if not isinstance(error, OSError):
         return None
     # An error with notes comes from a plugin or names rows. But for a full disk, it needs its
@@ -162,20 +158,6 @@ def refusal_of(error: BaseException) -> PlugsftError | None:
     refused = PlugsftError("; ".join([f"{error.filename or 'disk'}: {reason_of(error)}", *notes]))
     refused.__cause__ = error
     return refused
-
-
-def _broken_package() -> PlugsftError | None:
-    """Name an installed package whose metadata no library can read: pydantic reads all."""
-    for package in distributions():
-        try:
-            # What is left of a removed package may have no name, which only this one needs.
-            _ = package.entry_points, package.metadata, getattr(package, "_normalized_name", "")
-        except Exception as error:  # importlib passes on all errors of its parsers
-            return PlugsftError(
-                f"{getattr(package, '_path', package)}: the metadata of this package is broken "
-                f"({reason_of(error)}); install it again, or remove the folder"
-            )
-    return None
 
 
 def quiet_libraries() -> None:
