@@ -107,7 +107,7 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run(BAD)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path / 'data.jsonl'}: lines 2, 5: unknown role 'nobody'; ")
+    assert message.startswith(f"{tmp_path}/data.jsonl: lines 2, 5: unknown role 'nobody'; known ")
     for part in (
         "; line 4: 'messages' is not a list of turns, or is empty",
         "; line 6: not a JSON object",

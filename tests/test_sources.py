@@ -160,11 +160,14 @@ def test_a_bad_line_is_one_bad_row(tmp_path):
         b"null",
         b"[" * 9999,
         b"1" + b"0" * 5000,
+        '{"text": "first line of a file in UTF-16"}'.encode("utf-16-le"),
+        b'{"text": "a", "text": "b"}',
     ]
     path.write_bytes(good + b"\n".join(bad) + b"\n" + good)
     rows = open_source(Source(source=str(path))).read(0, 99)
     reasons = [*["not a JSON object"] * len(bad)]
-    reasons[1], reasons[5] = "not UTF-8", "nested deeper than 200 levels"
+    reasons[1] = reasons[7] = "not UTF-8"
+    reasons[5], reasons[8] = "nested deeper than 200 levels", "the key 'text' is there 2 times"
     assert rows == [{"text": "good"}, *reasons, {"text": "good"}]
 
 

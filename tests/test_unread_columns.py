@@ -109,6 +109,14 @@ def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind
     assert not cured.bad and not cured.warnings and not cured.unread
 
 
+def test_a_misspelt_column_is_refused(tokenizer, hooks):
+    row = {"instruction": "say", "inputs": "owls", "output": "yes"}
+    [reason] = rendered(hooks("alpaca"), [row], tokenizer).bad.values()
+    assert reason.startswith("nothing reads 'inputs'; did you mean 'input'? Set [data.columns] in")
+    cured = rendered(hooks("alpaca"), [row], tokenizer, columns={"input": "inputs"})
+    assert not cured.bad and "owls" in cured.texts[0]
+
+
 def run_of(folder, rows, plugins=None, **data):
     tables = tiny_tables(folder, rows)
     tables["data"] |= data

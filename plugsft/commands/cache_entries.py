@@ -18,6 +18,8 @@ from ..base.errors import DataError, DiskError, reason_of
 from ..base.limits import read_json_object
 from ..tokens.store import Tokens
 
+OWN = re.compile(r"data-[\d-]+(\.arrow|\.json)?|(facts|state|dataset_info)\.json|index\.arrow")
+"""Files of an entry of tokens: what has others may be somebody else's."""
 NAME = re.compile("[0-9a-f]{16}")
 """The name of an entry: the digest of its key."""
 UNFINISHED = re.compile(r"\.(.+?)\.(?:claim|parts)-.+")
@@ -123,8 +125,8 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
     """Remove unfinished builds whose process died on this machine; yield names and sizes."""
-    folders = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
-    unfinished = {name for name in folders if not is_published(home / name)}
+    folders = (path for path in home.glob("*") if NAME.fullmatch(path.name))
+    unfinished = {path.name for path in folders if _is_unfinished(path)}
     for name in sorted(_being_built(home) | unfinished):
         folder = home / name
         with (
@@ -132,12 +134,18 @@ def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
             Claims(folder).build() as claimed,
         ):  # so that a new builder waits; None if one lives
             paths = build_folders(folder)
-            paths += [folder] if folder.exists() and not is_published(folder) else []
+            paths += [folder] if _is_unfinished(folder) else []
             if claimed is not None and paths:
                 yield name, sum(map(_size, paths))
                 for path in paths:
                     remove(path)
     sweep(home)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Tell whether a folder is an entry of tokens that was copied in part, and nobody's else."""
+    files = [path.name for path in folder.glob("*")]
+    return bool(files) and all(map(OWN.fullmatch, files)) and not is_published(folder)
 
 
 def _being_built(home: Path) -> set[str]:
