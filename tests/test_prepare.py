@@ -26,12 +26,14 @@ from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.formats import ROLES
 from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
 from plugsft.tokens.schema import FORMAT
 from plugsft.tokens.store import Tokens
 
 GOOD = {"messages": [ASK, TELL]}
+UNKNOWN = f"unknown role 'nobody'; known are {', '.join(ROLES)}"
 NOBODY = {"messages": [{"role": "nobody", "content": "x"}, TELL]}
 LONG = {"messages": [ASK, {**TELL, "content": "owl " * 300}]}
 LATE = {"messages": [{**ASK, "content": "who " * 300}, TELL]}
@@ -121,7 +123,7 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
 def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
     _, tokens, _ = run(BAD, on_bad_row="drop")
     assert tokens.rows.tolist() == [0, 2, 7]
-    assert tokens.facts["bad_rows"]["unknown role 'nobody'"] == {"count": 2, "rows": [1, 4]}
+    assert tokens.facts["bad_rows"][UNKNOWN] == {"count": 2, "rows": [1, 4]}
     assert sum(entry["count"] for entry in tokens.facts["bad_rows"].values()) == 5
     assert "3 examples of 8 rows" in capsys.readouterr().out
 
@@ -139,7 +141,7 @@ def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
     for number in (2, 3, 11, 19):
         rows[number] = NOBODY
     _, tokens, _ = run(rows, on_bad_row="drop")
-    assert tokens.facts["bad_rows"]["unknown role 'nobody'"]["rows"] == [2, 3, 11, 19]
+    assert tokens.facts["bad_rows"][UNKNOWN]["rows"] == [2, 3, 11, 19]
     assert tokens.rows.tolist() == [n for n in range(20) if n not in (2, 3, 11, 19)]
 
 

@@ -1,6 +1,7 @@
 """Sources of every kind give the same rows, or a clear error."""
 
 import json
+import os
 
 import datasets
 import pytest
@@ -167,7 +168,10 @@ def test_a_bad_line_is_one_bad_row(tmp_path):
     rows = open_source(Source(source=str(path))).read(0, 99)
     reasons = [*["not a JSON object"] * len(bad)]
     reasons[1] = reasons[7] = "not UTF-8"
-    reasons[5], reasons[8] = "nested deeper than 200 levels", "the key 'text' is there 2 times"
+    reasons[5], reasons[8] = (
+        "nested deeper than 200 levels",
+        "the key 'text' is there more than once",
+    )
     assert rows == [{"text": "good"}, *reasons, {"text": "good"}]
 
 
@@ -203,6 +207,7 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),
+        ("pipe.jsonl", b"", "is a pipe or a device"),
         ("folder/", b"", "the folder has no data"),
         ("folder/state.json", b"{}", "cannot be opened as a file"),
     ],
@@ -210,7 +215,10 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
 def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
-    place.mkdir() if name.endswith("/") else place.write_bytes(content)
+    if name == "pipe.jsonl":
+        os.mkfifo(place)
+    else:
+        place.mkdir() if name.endswith("/") else place.write_bytes(content)
     place = tmp_path / name.partition("/")[0]
     with pytest.raises(DataError) as caught:
         rows_of_short(place)

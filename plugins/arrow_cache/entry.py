@@ -24,8 +24,6 @@ class Entry:
     key: dict[str, Any]
     """All that its tokens depend on."""
     read: Callable[..., Any]
-    since: float
-    """Rebuild it, unless it was built after this time."""
     read_only: bool
 
     def ensure(self, build: Callable[..., bool]) -> str:
@@ -64,9 +62,8 @@ class Entry:
             return fault
         try:
             stored_key = self.read(folder, False).facts["key_parts"]
-            built = folder.stat().st_mtime
         except (DataError, LookupError, OSError, ValueError) as error:
             return reason_of(error)
         if stored_key != json.loads(json.dumps(self.key)):
             return "it was built for another key"
-        return "refresh = true" if built < self.since else None
+        return None

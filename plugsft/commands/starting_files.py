@@ -81,15 +81,15 @@ def write_missing(kind: str, folder: Path) -> list[str]:
     return [*files]
 
 
-def write_files(files: dict[Path, str]) -> None:
-    """Write files, and the folders that they lie in."""
+def write_files(files: dict[Path, str], option: str = "--to") -> None:
+    """Write files, and the folders that they lie in; `option` names another place."""
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(path) as temporary:
                 temporary.write_text(text, "utf8")
     except OSError as error:
-        raise PlugsftError(f"{error.filename or path}: {reason_of(error)}; set --to") from error
+        raise PlugsftError(f"{error.filename or path}: {reason_of(error)}; set {option}") from error
 
 
 def commands_of(recipe: str) -> list[str]:
@@ -129,17 +129,12 @@ def write_skeleton(name: str, folder: Path, kind: str) -> None:
         "my-plugin": name.replace("_", "-"),
         "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
     }
-    try:
-        target.mkdir(parents=True)
-        for file in files:
-            text = file.read_text(encoding="utf8")
-            (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
-    except FileExistsError as error:
-        raise PluginError(f"{error.filename} exists already; remove it, or set --folder") from None
-    except OSError as error:
-        raise PluginError(
-            f"{error.filename or target}: {reason_of(error)}; set --folder"
-        ) from error
+    if target.exists():
+        raise PluginError(f"{target} exists already; remove it, or set --folder")
+    texts = {
+        target / _rename(file.name, words): _rename(file.read_text("utf8"), words) for file in files
+    }
+    write_files(texts, "--folder")
     say(f"written: {target}. Next:")
     for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")

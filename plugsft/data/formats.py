@@ -123,7 +123,8 @@ def _read_turn(turn: Any) -> Row:
     if call := message.pop("function_call", None):  # of OpenAI, before there were tools
         message.setdefault("tool_calls", [call])
     if message.get("tool_calls"):
-        message["tool_calls"] = _read_calls(message["tool_calls"])
+        calls = message["tool_calls"]
+        message["tool_calls"] = [*map(_read_call, calls if isinstance(calls, list) else [calls])]
     elif "content" not in turn and message.keys() - WITHOUT_WORDS:
         require(message, "content", "turn")  # a misspelt one would be lost
     elif not content.strip() and role in ("user", "assistant"):
@@ -157,12 +158,8 @@ def _part_text(part: Any, role: str) -> str:
     return str(part["text"])
 
 
-def _read_calls(calls: Any) -> list[Row]:
-    """Read calls as servers give them to templates: functions whose arguments are objects."""
-    return [*map(_read_call, calls if isinstance(calls, list) else [calls])]
-
-
 def _read_call(call: Any) -> Row:
+    """Read a call as servers give it to templates: a function whose arguments are an object."""
     rest = {**call} if isinstance(call, dict) else {}
     function = rest.pop("function", None)
     if function is None:  # a call without the outer object

@@ -7,10 +7,8 @@ and does not stop the reading of the file: in its place comes the reason.
 
 import json
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,11 @@ import numpy as np
 
 from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
+from .formats import BadRow
 
 MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
 """Bytes to read at a time, at least for a few rows, and at most to search for lines."""
 NO_OBJECT, NO_UTF8 = "not a JSON object", "not UTF-8"
-
-
-class RepeatedKey(ValueError):
-    """A JSON object that has a key more than once: a parser would take the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,24 +150,19 @@ def _parse(line: bytes) -> Row | str:
         if not isinstance(row, dict):
             return NO_OBJECT
         # Inside of texts, quotes are escaped: few lines are parsed a second time.
-        if any(line.count(_quoted(key)) > 1 for key in row):
+        if any(line.count(f'"{key}"'.encode(errors="replace")) > 1 for key in row):
             json.loads(line, object_pairs_hook=_ensure_once)
     except UnicodeDecodeError:
         return NO_UTF8
-    except (NestedTooDeep, RepeatedKey) as error:
+    except (NestedTooDeep, BadRow) as error:
         return str(error)
     except ValueError:
         return NO_OBJECT
     return row
 
 
-@cache
-def _quoted(key: str) -> bytes:
-    return f'"{key}"'.encode(errors="replace")
-
-
 def _ensure_once(pairs: list[tuple[str, Any]]) -> None:
-    counts = Counter(key for key, _ in pairs)
-    for key in counts:
-        if counts[key] > 1:
-            raise RepeatedKey(f"the key '{key}' is there {counts[key]} times")
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:  # a parser takes the last
+            raise BadRow(f"the key '{key}' is there more than once")

@@ -81,23 +81,20 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
         "data": [source.identity for source in sources],
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
         "tokenizer": digest({"backend": tokenizer.json, "names": tokenizer.special_tokens_map}),
-        "template": template_key(tokenizer),
+        # The chat template, and how its tokenizer reads it.
+        "template": digest(
+            {
+                "template": tokenizer.chat_template,
+                "blocks": tokenizer.honours_blocks,
+                "stops": tokenizer.stops,
+            }
+        ),
         "day": tokenizer.day,
         "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
         "encoders": plugin_versions(active, ("encode",)),
     }
-
-
-def template_key(tokenizer: Tokenizer) -> str:
-    """Name the chat template, and how its tokenizer reads it."""
-    parts = {
-        "template": tokenizer.chat_template,
-        "blocks": tokenizer.honours_blocks,
-        "stops": tokenizer.stops,
-    }
-    return digest(parts)
 
 
 @dataclass

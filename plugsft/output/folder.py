@@ -185,10 +185,12 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
         finally:
             # If the folder was moved or unmounted, the run's own error says so.
             with suppress(OSError):
-                if os.listdir(recipe.folder) == [LOCK]:
-                    # The recipe was refused: remove the empty folder.
+                if not (recipe.folder / "run.json").exists():
+                    # The recipe was refused: leave what it has prepared, and no empty folder.
                     (recipe.folder / LOCK).unlink()
-                    recipe.folder.rmdir()
+                    for folder in (recipe.folder / "tokens", recipe.folder):
+                        with suppress(OSError):
+                            folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

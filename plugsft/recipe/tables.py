@@ -24,7 +24,7 @@ from .capabilities import Capability, ensure_known
 
 HUB = "hub:"
 """The beginning of `--to` for a repository on the hub."""
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")

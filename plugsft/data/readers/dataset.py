@@ -69,7 +69,8 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
         first_line = str(error).strip().partition("\n")[0]
         action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
         raise DataError(
-            f"{where}: cannot be {action}: {type(error).__name__}: {first_line}"
+            f"{where}: cannot be {action}: {type(error).__name__}: {first_line}; correct the name, "
+            "or write the file again"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     return {split: DatasetRows(data) for split, data in splits.items()}

@@ -12,7 +12,7 @@ from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .forecaster import Forecast, Forecaster, Traced, choose, probe, read_epoch, suggest
+from .forecaster import Forecast, Forecaster, Traced, choose, read_epoch, suggest
 from .strategies import (
     ANY,
     GB,
@@ -41,26 +41,16 @@ def plan(
     gpus: str,
     memory: str | None,
     gpu: str | None,
-    probes: bool,
 ) -> None:
     """Forecast the memory of each strategy; where nothing fits, find changes that would.
 
     `words`: the recipe and its changes, as in the command line.
     """
-    cpu = recipe.device == "cpu"
-    cluster = cluster_of(parse_gpus(gpus), memory, gpu, cpu or probes)
-    device, _, _ = this_device()
-    if probes and gpu and cluster.device not in device.replace(" ", "-"):
-        raise PlugsftError(
-            f"--probe: it measures this machine ({device}), not --gpu {cluster.device}; "
-            "remove one of the two"
-        )
+    cluster = cluster_of(parse_gpus(gpus), memory, gpu, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder:
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
-        if probes:
-            forecaster.scale = probe(forecaster.tables, cluster)
         with progress("tracing a step", 1, "micro-batch") as advance:
             _, traced = forecaster.trace({}, cluster.ranks)
             advance(1, "")
