@@ -130,11 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """End at Ctrl-C: at once during an import, where libraries would end with a traceback."""
-    caller = frame
-    while caller:
-        if "importlib._bootstrap" in caller.f_code.co_filename:
-            os._exit(128 + number)
-        caller = caller.f_back
+    files = (caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
+    if any("importlib._bootstrap" in file for file in files):
+        os._exit(128 + number)
     signal.default_int_handler(number, frame)
 
 

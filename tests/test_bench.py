@@ -398,10 +398,10 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
 @only_full
 def test_a_plugin_that_fails_is_named_and_the_others_are_measured(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
-    words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
+    words = ["--rounds", 2, "--steps", 1, "--warmup", 0, f"output={tmp_path}/made"]
     result = must_succeed("bench", path, *words)
     assert result.stdout.count("failed: it broke") == 1  # it is not tried again
-    found = json.loads((tmp_path / "made/bench.json").read_text())
+    found = json.loads((tmp_path / "made-bench/bench.json").read_text())
     assert words_of(found) == {"broken": "broken alone failed"}
     assert [sorted(one) for one in found["rounds"]] == [["broken", "none"], ["none"]]
 
@@ -447,8 +447,8 @@ def test_of_five_benches_four_are_right(recipe, tmp_path):
     tables["train"] |= {"batch_size": 32, "micro_batch": 16}
     path = write_recipe(tmp_path / "recipe.toml", tables | {"plugins": {"nothing": {}}})
     words = ["--steps", 30]
-    must_succeed("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
-    bench = Bench(json.loads((tmp_path / "first/bench.json").read_text()))
+    must_succeed("bench", path, *words, "--rounds", 3, f"output={tmp_path}/first")
+    bench = Bench(json.loads((tmp_path / "first-bench/bench.json").read_text()))
     steps = [
         zip(one["seconds"], one["tokens"], strict=True) for one in succeeded(bench, "baseline")
     ]
@@ -457,8 +457,8 @@ def test_of_five_benches_four_are_right(recipe, tmp_path):
     write_recipe(path, tables | {"plugins": plugins})
     found = []
     for number in range(FIVE):
-        must_succeed("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
-        made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
+        must_succeed("bench", path, *words, f"output={tmp_path}/{number}", timeout=900)
+        made = Bench(json.loads((tmp_path / f"{number}-bench/bench.json").read_text()))
         nothing, sleeper = made.results()
         found.append((nothing.alone.word, sleeper.alone.word))
         print(number, nothing.alone, sleeper.alone, flush=True)

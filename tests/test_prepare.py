@@ -184,7 +184,7 @@ def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(r
     assert not tokens.facts["bad_rows"]
     assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
     assert "0 bad rows" in prepare.summarize(tokens.facts, "prepared")
-    assert f"warning: data: row 1 (counting from 0): {reason}" in capsys.readouterr().out
+    assert f"warning: data: row 2: {reason}" in capsys.readouterr().out
     with pytest.raises(DataError, match=rf"line 1: {reason}\. Raise data.max_length$"):
         run([LATE])
     # A row that is malformed still stops the run, and only that row is named.
@@ -474,10 +474,10 @@ def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, t
         run(None, source=str(path), split="train[1:]")
     path = tmp_path / "array.json"
     path.write_text(json.dumps([GOOD, *[NOBODY] * 7]))
-    with pytest.raises(DataError, match=r"rows 1, 2, 3, 4, 5 and 2 more \(counting from 0\): unk"):
+    with pytest.raises(DataError, match=r"rows 2, 3, 4, 5, 6 and 2 more: unk"):
         run(None, source=str(path))
     path.write_text(json.dumps([GOOD, NOBODY]))
-    with pytest.raises(DataError, match=r"row 1 \(counting from 0\): unknown .*\. Correct it, or"):
+    with pytest.raises(DataError, match=r"row 2: unknown .*\. Correct it, or"):
         run(None, source=str(path))
 
 

@@ -191,6 +191,13 @@ def rows_of_short(path):
     return open_source(Source(source=str(path))).read(0, 99)
 
 
+def test_a_csv_file_is_read_as_text_with_its_quotes(tmp_path):
+    path = tmp_path / "qa.csv"
+    path.write_text('question,answer\n"Who, me?","You\nalone"\nWhat?,\n', encoding="utf8")
+    first = {"question": "Who, me?", "answer": "You\nalone"}
+    assert rows_of_short(path) == [first, {"question": "What?"}]
+
+
 def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     path = tmp_path / "data.parquet"
     datasets.Dataset.from_list(
@@ -203,7 +210,8 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     ("name", "content", "expected"),
     [
         ("data.jsonl", b"", "the file is empty; name a file with rows"),
-        ("data.csv", b"a,b", "unknown file type '.csv'; use .jsonl, .json, .parquet"),
+        ("data.tsv", b"a\tb", "unknown file type '.tsv'; use .jsonl, .json, .parquet"),
+        ("data.csv", b'a,b\n"1', "cannot be read as csv"),
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),

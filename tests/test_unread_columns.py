@@ -231,7 +231,7 @@ def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
         "and nothing reads it": {"count": 1, "rows": [21]},
     }
     shown = capsys.readouterr().out
-    assert "warning: data: rows 7, 8, 9, 10, 11 and 8 more (counting from 0): two turns of" in shown
+    assert "warning: data: rows 8, 9, 10, 11, 12 and 8 more: two turns of" in shown
     run_of(tmp_path, rows)
     assert "two turns of the user in a row" in capsys.readouterr().out, "from cache, too"
 

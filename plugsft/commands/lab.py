@@ -1,6 +1,5 @@
 """Commands that measure and forecast: `bench`, `tune` and `plan`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,10 +36,6 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME", help="Measure only this plugin."),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where to write. Default: OUTPUT-bench."),
-    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier bench.")
     ] = False,
@@ -59,7 +54,7 @@ def bench(
         "launch": launch,
         "instead": instead or [],
     }
-    lab.bench(loaded, active, recipe, settings, only or [], out, overwrite)
+    lab.bench(loaded, active, recipe, settings, only or [], overwrite)
 
 
 def tune(

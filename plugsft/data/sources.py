@@ -26,7 +26,13 @@ from ..recipe.tables import Data, Source
 from .jsonl import JoinedRows, RowList, find_lines
 from .render import lead_row
 
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+FILES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+}
 SLICE_BYTES = 4_000_000
 """Size of a slice: small enough to balance workers and to fit in memory."""
 SLICE_ROWS = 10_000

@@ -121,7 +121,6 @@ def bench(
     path: Path,
     settings: dict[str, Any],
     only: Sequence[str],
-    folder: Path | None,
     overwrite: bool,
 ) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds.
@@ -140,7 +139,7 @@ def bench(
             raise RecipeError(
                 f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
-    file = (folder or Path(f"{recipe.folder}-bench")) / JSON
+    file = Path(f"{recipe.folder}-bench") / JSON
     report = {
         **head(),
         "status": "running",
@@ -156,9 +155,11 @@ def bench(
     }
     running = BenchRun(contenders, instead, file, report)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
-        raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
+        raise RecipeError(
+            f"{file} was not written by plugsft bench; give another folder (output=...)"
+        )
     if file.exists() and not overwrite:
-        raise RecipeError(f"--out: {file} exists; add --overwrite, or give another folder")
+        raise RecipeError(f"{file} exists; add --overwrite, or give another output=...")
     file.parent.mkdir(parents=True, exist_ok=True)
     for name, reason in contenders.kept.items():
         say(f"always on: {name}: {reason}")

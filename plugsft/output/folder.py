@@ -34,7 +34,7 @@ from .run_record import RunRecord
 
 FILES = ("run.json", "metrics.jsonl", "recipe.toml", "report.html", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
-ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
+ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".jinja")
 """Endings of files; no name on the hub has them."""
 PAGE = b'name="generator" content="plugsft"'
 LINE = b'{"step": '
