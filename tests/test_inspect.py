@@ -140,6 +140,11 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
         inspect(tiny(rows), *long, "data.too_long=error", rows=1)
 
 
+def test_texts_without_the_chat_template_of_their_tokenizer_are_warned_of(tiny, inspect):
+    shown = inspect(tiny([{"prompt": "who?", "completion": f"{n} owls"} for n in range(3)]), rows=0)
+    assert "warning    prompt and completion are trained as they are, without the chat" in shown
+
+
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
     path = tiny()
     shown = inspect(path, first=99)

@@ -20,7 +20,6 @@ import psutil
 from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
-from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
@@ -46,7 +45,6 @@ def train_on_ranks(
         raise LaunchError(f"ranks={ranks}: give 1 or more")
     if is_rank():
         raise LaunchError(f"ranks={ranks}: this process is a rank of a launcher; leave ranks out")
-    ensure_inputs(recipe, source.path)
     layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)

@@ -181,7 +181,6 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
     if rendered.read is None:
         return
     unread: set[str] = set()
-    known = frozenset(rendered.read)
     for number, row in enumerate(rows):
         values = without(renamed(row, data), rendered.read)
         unread.update(values)
@@ -196,7 +195,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
                     f"'{name}' {meaning}, and no active plugin reads it; "
                     f'{add}set data.ignore = ["{name}"] to train without it'
                 )
-            elif (meant := similar(name, known)) and meant not in row:
+            elif (meant := similar(name, frozenset(rendered.read))) and meant not in row:
                 rendered.bad[number] = (
                     f"nothing reads '{name}'; did you mean '{meant}'? Set [data.columns] {meant} = "
                     f'"{name}", or data.ignore = ["{name}"]'

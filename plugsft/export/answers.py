@@ -7,9 +7,6 @@ from pydantic.dataclasses import dataclass
 
 from ..base.errors import PlugsftError
 
-SAMPLING = ("top_p", "top_k", "repetition_penalty")
-"""Options that transformers knows by these names."""
-
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Answers:
@@ -54,6 +51,7 @@ class Answers:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options that are set, by transformers' names."""
-        chosen = {name: getattr(self, name) for name in SAMPLING}
+        """The options that are set, of those that transformers knows by the same names."""
+        names = ("top_p", "top_k", "repetition_penalty")
+        chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}

@@ -106,17 +106,14 @@ def absolute(place: str) -> str:
     return _anchored(place) if os.path.exists(place) else place
 
 
-def _recorded(place: str) -> str:
-    return hide_query(absolute(place))
-
-
 def _anchored(place: str) -> str:
     return str(Path(place).absolute())
 
 
 # Absolute in the resolved recipe, so that it runs from any folder, and without the query of an
 # address; plugins use these types too.
-Place = Annotated[str, AfterValidator(_expand), PlainSerializer(_recorded, when_used="json")]
+_RECORDED = PlainSerializer(lambda place: hide_query(absolute(place)), when_used="json")
+Place = Annotated[str, AfterValidator(_expand), _RECORDED]
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""

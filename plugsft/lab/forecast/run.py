@@ -85,13 +85,6 @@ def parse_gpus(text: str) -> tuple[int, int]:
     return machines, each
 
 
-def parse_memory(text: str) -> float:
-    """The bytes of 80GiB: a number alone could be of either unit."""
-    if re.fullmatch(r"[\d.]+", text.strip()):
-        raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GiB")
-    return parse_size(text, "--memory")
-
-
 def cluster_of(
     gpus: tuple[int, int], memory: str | None, name: str | None, here: bool = False
 ) -> Cluster:
@@ -116,7 +109,9 @@ def cluster_of(
         total /= gpus[1]  # ranks on the CPU share its memory
     if memory is None:
         return Cluster(device, gpu, total, *gpus, listed)
-    cluster = Cluster(device, gpu, parse_memory(memory), *gpus)
+    if re.fullmatch(r"[\d.]+", memory.strip()):
+        raise PlugsftError(f"--memory: '{memory}' has no unit; write it as {memory}GiB")
+    cluster = Cluster(device, gpu, parse_size(memory, "--memory"), *gpus)
     if cluster.memory <= cluster.reserved:
         raise PlugsftError(
             f"--memory: {format_size(cluster.memory)} is no more than the "
