@@ -108,8 +108,10 @@ def entries(home: Path) -> Iterator[Entry]:
     for path in sorted(paths, key=_used, reverse=True):
         used, problem, facts = _used(path), damage(path, quick=True), {}
         try:
-            whole = (path / "index.arrow").exists()  # of tokens; a plugin's entry has none
-            facts = Tokens(path).facts if whole else read_json_object(path / "facts.json")
+            if (path / "index.arrow").exists():
+                facts = Tokens(path).facts
+            else:  # of a plugin
+                facts = read_json_object(path / "facts.json")
         except (DataError, OSError, ValueError) as error:
             problem = problem or reason_of(error)
         if is_published(path):

@@ -53,5 +53,4 @@ class Answers:
     def sampling(self) -> dict[str, Any]:
         """The options that are set, of those that transformers knows by the same names."""
         names = ("top_p", "top_k", "repetition_penalty")
-        chosen = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

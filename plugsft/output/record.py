@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..base.atomic import discard, is_published, list_checkpoints, write_text, writing
-from ..base.console import format_count, hide_queries, say
+from ..base.console import hide_queries, say
 from ..base.machine import Machine, peak_memory
 from ..hooks import hookimpl
 from ..recipe.parse import resolved
@@ -188,9 +188,8 @@ def keep_lines(path: Path, done: int, evaluates: bool = False) -> list[dict[str,
     `evaluates`: remove those of the evaluation of step `done` too, which have no loss.
     """
     known = read_metrics(path) if done else []
-    lost = path.read_bytes().count(b"\n") - len(known) if known else 0
-    if lost:
-        say(f"warning: {path}: {format_count(lost, 'line')} cannot be read, and left out")
+    if known and path.read_bytes().count(b"\n") > len(known):
+        say(f"warning: {path}: lines that cannot be read are left out")
     lines = [line for line in known if line["step"] <= done]
     if evaluates:
         lines = [line for line in lines if line["step"] < done or "loss" in line]

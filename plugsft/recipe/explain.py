@@ -108,5 +108,7 @@ def _key(part: int | str) -> str:
 
 def elsewhere(key: str, table: type[Any]) -> str:
     """Find the key of a table below this one: "train.seed"; "" if there is none."""
-    names = (name for name, _ in fields(table) if key in dict(fields(table_at(table, [name]))))
-    return next((f"{name}.{key}" for name in names), "")
+    for name, _ in fields(table):
+        if key in dict(fields(table_at(table, [name]))):
+            return f"{name}.{key}"
+    return ""

@@ -28,9 +28,9 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         text = read_text(file)
         raw = parse_toml(text) if form == "TOML" else _parse(text, form, str(path))
     except OSError as error:
-        names = (each.name for each in file.parent.glob("*") if each != file)
-        hint = did_you_mean(file.name, names)
-        raise RecipeError(f"{path}: cannot be read ({reason_of(error)}){hint}") from error
+        others = (each.name for each in file.parent.glob("*") if each != file)
+        why = f"({reason_of(error)}){did_you_mean(file.name, others)}"
+        raise RecipeError(f"{path}: cannot be read {why}") from error
     except ValueError as error:  # from the parser, UTF-8, our limits, and int's limit of digits
         hint = _suggest(text, str(error)) if form != "YAML" else ""
         raise RecipeError(f"{path}: is not {form}: {error}{hint}") from error

@@ -112,8 +112,11 @@ def _anchored(place: str) -> str:
 
 # Absolute in the resolved recipe, so that it runs from any folder, and without the query of an
 # address; plugins use these types too.
-_RECORDED = PlainSerializer(lambda place: hide_query(absolute(place)), when_used="json")
-Place = Annotated[str, AfterValidator(_expand), _RECORDED]
+Place = Annotated[
+    str,
+    AfterValidator(_expand),
+    PlainSerializer(lambda place: hide_query(absolute(place)), when_used="json"),
+]
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""

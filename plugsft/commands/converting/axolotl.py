@@ -41,7 +41,7 @@ def convert(c: Conversion) -> None:
     for key, reason in IMPOSSIBLE.items():
         if c.get(key):
             raise c.refuse(key, reason)
-    c.require("base_model", "model")
+    c.require("base_model")
     c.copy("copied", "shared", "axolotl")
     _set_objective(c)
     _set_data(c)
@@ -85,7 +85,7 @@ def _set_objective(c: Conversion) -> None:
 
 def _set_data(c: Conversion) -> None:
     """Write the sources, and what is trained in their rows."""
-    c.require("datasets", "data")
+    c.require("datasets")
     set_sources(c, listed_parts(c, "datasets"), "datasets")
     for place in places(c, "datasets"):
         _check_rows(c, place)

@@ -153,10 +153,10 @@ class Conversion:
         """Name a key that is not converted."""
         self.left.setdefault(key, reason)
 
-    def require(self, key: str, what: str) -> None:
+    def require(self, key: str) -> None:
         """Refuse a configuration without a setting."""
         if not self.get(key):
-            raise RecipeError(f"{self.path}: names no {what}; set {key}")
+            raise RecipeError(f"{self.path}: has no {key}; set it")
 
     def refuse(self, key: str, reason: str) -> RecipeError:
         """Return the error for a run that plugsft cannot do."""

@@ -35,7 +35,7 @@ def convert(c: Conversion) -> None:
         raise c.refuse("stage", reason)
     if kind not in ("lora", "full"):
         raise c.refuse("finetuning_type", "plugsft trains all weights or LoRA; use one of them")
-    c.require("model_name_or_path", "model")
+    c.require("model_name_or_path")
     if stage == "rm":
         c.set("plugins.reward", {}, "stage")
     elif stage in ("dpo", "kto"):
@@ -81,7 +81,7 @@ def _set_lora(c: Conversion) -> None:
 
 def _set_data(c: Conversion) -> None:
     """Write the sources, their columns, and the rows that are held out."""
-    c.require("dataset", "data set to train on")
+    c.require("dataset")
     names = c.names("dataset")
     folder, info = _read_info(c)
     if not info:
