@@ -156,7 +156,7 @@ class Conversion:
     def require(self, key: str) -> None:
         """Refuse a configuration without a setting."""
         if not self.get(key):
-            raise RecipeError(f"{self.path}: has no {key}; set it")
+            raise RecipeError(f"{self.path}: {key} is missing; set {key}")
 
     def refuse(self, key: str, reason: str) -> RecipeError:
         """Return the error for a run that plugsft cannot do."""
