@@ -3,12 +3,14 @@
 import io
 import os
 import shlex
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,8 @@ from .base.errors import PlugsftError, RecipeError, Stopped, choices, quiet_libr
 from .base.launch_files import explain_missing
 from .commands import data, lab, model, recipes, show, train
 from .commands.options import RECIPES
+from .recipe.explain import elsewhere
+from .recipe.tables import Recipe
 
 MAIN_FIRST = 5.0
 """Seconds in which the main process prints an error of all ranks, and the launcher ends them."""
@@ -36,7 +40,18 @@ class _Plain:
 
 
 class _Command(_Plain, TyperCommand):
-    """A command with plain help."""
+    """Names the key of the recipe that somebody writes as an option: --learning_rate."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has click's own class, or a copy of it
+            option = getattr(error, "option_name", "")
+            if key := elsewhere(option.lstrip("-").replace("-", "_"), Recipe):
+                raise RecipeError(
+                    f"{option}: no such option; a recipe's key is {key}=..."
+                ) from None
+            raise
 
 
 class _Commands(_Plain, TyperGroup):
@@ -112,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_libraries()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows codes
         sys.stdout.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app(with_command(words), prog_name="plugsft")
     except Exception as error:
@@ -119,6 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if refused is None:
             raise
         _leave(refused)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End at Ctrl-C: at once during an import, where libraries would end with a traceback."""
+    files = (caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
+    if any("importlib._bootstrap" in file for file in files):
+        os._exit(128 + number)
+    signal.default_int_handler(number, frame)
 
 
 def with_command(words: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "an option that does not exist": ("check", {"plugins.lora.rank": 4}),
     "no such data": ("check", {"data.source": "nowhere.jsonl"}),
     "no such model": ("check", {"model.path": "./nowhere"}),
-    "an unknown kind of file": ("check", {"data.source": "rows.csv"}),
+    "an unknown kind of file": ("check", {"data.source": "rows.tsv"}),
     "an empty slice": ("check", {"data.split": "train[100:]"}),
     "longer than the context": ("check", {"data.max_length": 1024}),
     "packing and sorting": ("check", {"plugins.bfd_packing": {}, "plugins.length_group": {}}),

@@ -41,7 +41,7 @@ def test_a_recipe_knows_who_provides_a_capability(tables):
     raw["plugins"] |= {"stranger": {"tokens": 64}, "lora": {}}
     recipe, _ = resolve(raw)
     assert recipe.provides("packed_rows").value == 64
-    assert recipe.provides("adapters") == ("lora", None, None)
+    assert recipe.provides("adapters") == ("lora", "r", 16)
 
 
 def test_an_option_that_is_false_turns_its_capability_off(tables):

@@ -118,6 +118,7 @@ def test_sampling_options_and_seeds_decide_the_answer(run):
 
     hot = {"temperature": 50.0}
     assert answer(**hot, top_k=1) == answer(**hot, top_p=1e-6) == answer() == "Me."
+    assert answer(temperature=1e-40) == "Me."
     assert answer(**hot, seed=1) == answer(**hot, seed=1) != answer(**hot, seed=2)
     # The question has the letters of "Me."'s end; with this penalty none of them comes again.
     assert answer(repetition_penalty=1e6) != "Me."
@@ -155,7 +156,7 @@ def test_a_system_message_goes_before_every_chat_or_is_refused(run, tmp_path):
         ({"top_p": 0.0, "temperature": 1}, "top_p = 0.0: it should be greater than 0"),
         ({"top_k": 0, "temperature": 1}, "top_k = 0: it should be greater than or equal to 1"),
         ({"top_k": 5}, "top_k has no effect at temperature 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: it should be greater than 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: it should be greater than or"),
         (
             {"repetition_penalty": float("nan")},
             "repetition_penalty = nan: it should be a finite",

@@ -242,15 +242,14 @@ def test_slices_of_one_source_that_overlap_are_named(tiny, check, trained, held,
         assert "warning: evaluations read rows" in run_plugsft(path, "train.steps=1").stdout
 
 
-def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeypatch, check):
+def test_a_fast_tokenizer_without_an_engine_is_refused(tiny, tmp_path, monkeypatch, check):
     path = tiny(plugins={"fast_tokenizer": {}})
     assert not check(path).warn
     for name in ("gigatoken", "fastokens"):
         monkeypatch.setitem(sys.modules, name, None)
-    [line] = check(path).warn
-    assert line.startswith("plugins     fast_tokenizer: no engine fits, so the model's own")
-    assert "pip install 'plugsft[fast]'" in line and "remove [plugins.fast_tokenizer]" in line
-    assert not check(path, "plugins.fast_tokenizer.engine=transformers").warn
+    [problem] = check(path).problems
+    assert problem.startswith("plugins.fast_tokenizer: gigatoken is not installed: pip install")
+    assert not check(path, "plugins.fast_tokenizer.engine=transformers").problems
 
 
 def test_steps_that_are_planned_again_are_named(tiny, check):

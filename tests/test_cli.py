@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, run_plugsft
+from conftest import ROOT, run_here, run_plugsft
 
 from plugsft import __version__, cli
 from plugsft.base.errors import RecipeError, Stopped
@@ -142,7 +142,7 @@ def test_an_unknown_word_gets_a_hint(words, says, monkeypatch):
         ["schema", "more"],
         ["cache", "nothing"],
         ["cache", "gc", "--keep-days", "-1"],
-        ["cache", "gc", "--keep-days", "-1"],
+        ["cache", "ls", "--folder", "nowhere"],
         ["check", "recipes/quickstart.toml", "--without", "nobody"],
         [""],
     ],
@@ -169,6 +169,32 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
         cli.main(["check", str(tiny())])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: /secret: permission denied\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--learning_rate=1"],
+            "--learning_rate: no such option; a recipe's key is train.learning",
+        ),
+        (["--max-length", "8"], "--max-length: no such option; a recipe's key is data.max_length="),
+        (["--without", "looser"], "no [plugins.looser]; did you mean 'lora'? it has lora"),
+        (["evaluation.every=3"], "did you mean 'eval'? allowed: "),
+        (["train.learning_rate='1'"], "a number, such as 1e-4, without quotes"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_answered_with_what_there_is(words, says, tiny, capsys):
+    assert run_here("check", tiny(plugins={"lora": {}}), *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ctrl_c_during_an_import_ends_without_a_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    code = "import signal, plugsft.cli as it; signal.signal(signal.SIGINT, it._interrupt)\n"
+    command = [sys.executable, "-c", f"{code}import slow"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_a_third_ctrl_c_ends_a_waiting_rank_without_a_traceback(monkeypatch):

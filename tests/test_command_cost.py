@@ -140,7 +140,8 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(tmp_path, later)
 def test_every_rank_refuses_a_finished_run_before_anything_heavy(rank, tmp_path):
     files_of_a_new_user(tmp_path)
     words = [QUICKSTART, f"output={tmp_path / 'finished'}"]
-    [(code, _, _, packages)] = run_all(tmp_path, [words], RANK=rank, WORLD_SIZE="2")
+    ranks = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    [(code, _, _, packages)] = run_all(tmp_path, [words], **ranks)
     assert code == 2 and not packages & HEAVY
 
 

@@ -82,7 +82,7 @@ def read_view(shown):
 
 def test_the_trained_tokens_of_a_row_are_underlined(tiny, tmp_path, inspect):
     shown = inspect(tiny([TALK, *chats(20)]), rows=1)
-    assert f"{tmp_path / 'data.jsonl'}, row 0: " in shown
+    assert f"{tmp_path / 'data.jsonl'}, row 1: " in shown
     assert shown.startswith("trained tokens: underlined, ^ and ~ in turn.")
     text, trained = read_view(shown)
     assert "<|im_start|>user⏎\nsay hello<|im_end|>⏎\n<|im_start|>assistant⏎\n" in text
@@ -122,15 +122,15 @@ def test_counts_are_those_of_preparing(tiny, inspect):
 def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     rows = [*chats(2), {"messages": []}, {"messages": [{"role": "elf", "content": "x"}]}, *chats(9)]
     with pytest.raises(DataError) as caught:
-        inspect(tiny(rows), rows=2, first=2)
+        inspect(tiny(rows), rows=2, first=3)
     for line in str(caught.value).splitlines():
         assert re.search(r": line (3: 'messages|4: unknown).*\. Correct it, or set data.on_b", line)
     shown = capsys.readouterr().out
     assert "warning    line 4" not in shown
-    dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=2)
+    dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=3)
     assert "warning    line 4: unknown role 'elf'" in dropped
-    assert "row 2: cannot be used: 'messages' is not a list of turns" in shown
-    assert "row 3: cannot be used: unknown role 'elf'" in shown
+    assert "row 3: cannot be used: 'messages' is not a list of turns" in shown
+    assert "row 4: cannot be used: unknown role 'elf'" in shown
     assert "bad rows" not in shown
     long = ["data.on_bad_row=drop", "data.max_length=20"]
     assert "longer than data.max_length = 20; dropped" in inspect(
@@ -140,11 +140,16 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
         inspect(tiny(rows), *long, "data.too_long=error", rows=1)
 
 
+def test_texts_without_the_chat_template_of_their_tokenizer_are_warned_of(tiny, inspect):
+    shown = inspect(tiny([{"prompt": "who?", "completion": f"{n} owls"} for n in range(3)]), rows=0)
+    assert "warning    prompt and completion are trained as they are, without the chat" in shown
+
+
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
     path = tiny()
     shown = inspect(path, first=99)
-    assert "has no row 99 (counting from 0), only 24 rows" in shown and "all 24 rows" in shown
-    assert "row 0" not in inspect(path, rows=0)
+    assert "has no row 99, only 24 rows" in shown and "all 24 rows" in shown
+    assert "row 1" not in inspect(path, rows=0)
 
 
 def test_every_source_of_a_mixture_is_shown(tmp_path, inspect):
@@ -154,7 +159,7 @@ def test_every_source_of_a_mixture_is_shown(tmp_path, inspect):
     tables["data"]["sources"] = sources
     shown = inspect(write_recipe(tmp_path / "mixed.toml", tables), rows=1)
     for source in sources:
-        assert f"{source['source']}, row 0:" in shown
+        assert f"{source['source']}, row 1:" in shown
         assert f"{source['source']}: all" in shown
 
 

@@ -102,6 +102,7 @@ def test_ranks_are_the_launcher_s(monkeypatch):
     assert (look().rank, look().world_size, look().is_main) == (0, 1, True)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert (look().rank, look().world_size, look().is_main) == (3, 8, False)
     assert look().cores >= 1 and look().memory > 0
 

@@ -180,7 +180,7 @@ def test_a_finished_run_says_so_when_resumed_and_keeps_its_record(finished, tmp_
     assert "nothing to resume" in result.stdout and f'model.path = "{run}/model"' in result.stdout
     more = run_plugsft(recipe, "train.epochs=2", "--resume")
     assert more.returncode == 2 and "train.epochs was 1 and is 2" in more.stderr
-    assert f'model.path = "{run}/model"' in more.stderr
+    assert f"plugsft export {run}/checkpoints/step-000003 --to FOLDER" in more.stderr
     again = run_plugsft(recipe)
     assert again.returncode == 2 and "--resume" not in again.stderr
     assert content(run) == before
@@ -267,6 +267,12 @@ def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):
         assert result.returncode == 2 and time.perf_counter() - started < 8
         [line] = result.stderr.splitlines()
         assert line == "error: model.path: runs/none/model: no such file or folder"
+
+
+def test_a_run_whose_rows_are_refused_leaves_only_what_it_has_prepared(tiny, tmp_path):
+    refused = run_plugsft(tiny(), "data.max_length=5", "data.too_long=error")
+    assert refused.returncode == 2 and "longer than 5 tokens" in refused.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["scratch"]
 
 
 def test_a_missing_file_names_the_folder_of_relative_paths(tmp_path, monkeypatch):

@@ -26,12 +26,14 @@ from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.formats import ROLES
 from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
 from plugsft.tokens.schema import FORMAT
 from plugsft.tokens.store import Tokens
 
 GOOD = {"messages": [ASK, TELL]}
+UNKNOWN = f"unknown role 'nobody'; known are {', '.join(ROLES)}"
 NOBODY = {"messages": [{"role": "nobody", "content": "x"}, TELL]}
 LONG = {"messages": [ASK, {**TELL, "content": "owl " * 300}]}
 LATE = {"messages": [{**ASK, "content": "who " * 300}, TELL]}
@@ -107,7 +109,7 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run(BAD)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path / 'data.jsonl'}: lines 2, 5: unknown role 'nobody'; ")
+    assert message.startswith(f"{tmp_path}/data.jsonl: lines 2, 5: unknown role 'nobody'; known ")
     for part in (
         "; line 4: 'messages' is not a list of turns, or is empty",
         "; line 6: not a JSON object",
@@ -121,7 +123,7 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
 def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
     _, tokens, _ = run(BAD, on_bad_row="drop")
     assert tokens.rows.tolist() == [0, 2, 7]
-    assert tokens.facts["bad_rows"]["unknown role 'nobody'"] == {"count": 2, "rows": [1, 4]}
+    assert tokens.facts["bad_rows"][UNKNOWN] == {"count": 2, "rows": [1, 4]}
     assert sum(entry["count"] for entry in tokens.facts["bad_rows"].values()) == 5
     assert "3 examples of 8 rows" in capsys.readouterr().out
 
@@ -139,7 +141,7 @@ def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
     for number in (2, 3, 11, 19):
         rows[number] = NOBODY
     _, tokens, _ = run(rows, on_bad_row="drop")
-    assert tokens.facts["bad_rows"]["unknown role 'nobody'"]["rows"] == [2, 3, 11, 19]
+    assert tokens.facts["bad_rows"][UNKNOWN]["rows"] == [2, 3, 11, 19]
     assert tokens.rows.tolist() == [n for n in range(20) if n not in (2, 3, 11, 19)]
 
 
@@ -182,7 +184,7 @@ def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(r
     assert not tokens.facts["bad_rows"]
     assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
     assert "0 bad rows" in prepare.summarize(tokens.facts, "prepared")
-    assert f"warning: data: row 1 (counting from 0): {reason}" in capsys.readouterr().out
+    assert f"warning: data: row 2: {reason}" in capsys.readouterr().out
     with pytest.raises(DataError, match=rf"line 1: {reason}\. Raise data.max_length$"):
         run([LATE])
     # A row that is malformed still stops the run, and only that row is named.
@@ -472,10 +474,10 @@ def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, t
         run(None, source=str(path), split="train[1:]")
     path = tmp_path / "array.json"
     path.write_text(json.dumps([GOOD, *[NOBODY] * 7]))
-    with pytest.raises(DataError, match=r"rows 1, 2, 3, 4, 5 and 2 more \(counting from 0\): unk"):
+    with pytest.raises(DataError, match=r"rows 2, 3, 4, 5, 6 and 2 more: unk"):
         run(None, source=str(path))
     path.write_text(json.dumps([GOOD, NOBODY]))
-    with pytest.raises(DataError, match=r"row 1 \(counting from 0\): unknown .*\. Correct it, or"):
+    with pytest.raises(DataError, match=r"row 2: unknown .*\. Correct it, or"):
         run(None, source=str(path))
 
 

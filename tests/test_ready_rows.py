@@ -225,7 +225,7 @@ def test_a_bad_row_is_named(tmp_path, base, reason, kind):
         opened(base, source)
     message = str(refused.value)
     assert reason in message and str(source) in message and 'on_bad_row = "drop"' in message
-    assert ("line 6" if source.suffix else "row 5 (counting from 0)") in message
+    assert ("line 6" if source.suffix else "row 6") in message
     dropped = opened(base, source, on_bad_row="drop")
     assert dropped.rows.tolist() == [row for row in range(24) if row != 5]
     for number, row in enumerate(dropped.rows.tolist()):
@@ -269,7 +269,7 @@ def test_rows_without_values_are_named_or_have_defaults(tmp_path, base):
     rows = rows_of(base[1])
     empty = [dict.fromkeys(row) if number < 3 else row for number, row in enumerate(rows)]
     source = save(empty, tmp_path / "empty")
-    refuse(base, source, "rows 0, 1, 2 (counting from 0): no 'input_ids': the row has no columns")
+    refuse(base, source, "rows 1, 2, 3: no 'input_ids': the row has no columns")
     lines = tmp_path / "lines.jsonl"
     lines.write_text("{\n" * 3 + write_jsonl(tmp_path / "rows.jsonl", rows[3:]).read_text())
     refuse(base, lines, "lines 1, 2, 3: not a JSON object")

@@ -54,7 +54,7 @@ def problems(path, *overrides):
         ({"train": {"batch_size": "a few"}}, f"train.batch_size: given 'a few'; {WHOLE}"),
         (
             {"train": {"learning_rate": "1e-4"}},
-            "train.learning_rate: given '1e-4'; it should be a number, such as 0.5, without quotes",
+            "train.learning_rate: given '1e-4'; it should be a number, such as 1e-4, without qu",
         ),
         (
             {"train": {"keep_whole_gradients": "true"}},
@@ -177,7 +177,7 @@ def test_nested_tables_in_a_list_are_named_by_number(tiny):
     for bad, expected in [
         ("-1", "greater than 0"),
         ("inf", "less than or equal"),
-        ("'1'", "a number, such as 0.5, without quotes"),
+        ("'1'", "a number, such as 1e-4, without quotes"),
     ]:
         path.write_text(path.read_text().replace("wait = 2", f"weight = {bad}"))
         (line,) = problems(path)
@@ -359,7 +359,11 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     assert problems(tmp_path / "none.toml") == [
         f"{tmp_path / 'none.toml'}: cannot be read (no such file or directory)"
     ]
-    assert problems(tmp_path) == [f"{tmp_path}: cannot be read (is a directory)"]
+    (tmp_path / "nine.toml").mkdir()
+    [line] = problems(tmp_path / "nine.tml")
+    assert line.endswith("cannot be read (no such file or directory); did you mean 'nine.toml'?")
+    [line] = problems(tmp_path / "nine.toml")
+    assert line.endswith("nine.toml: cannot be read (is a directory)")
 
 
 def test_the_mark_that_editors_of_windows_write_first_is_no_mistake(tiny):
@@ -609,7 +613,7 @@ def test_each_branch_of_a_union_is_explained_in_one_line():
     lines = explain(caught.value.errors(include_url=False), Packing, "r", ("plugins", "packing"))
     assert lines == [
         f"r: plugins.packing.rows: given 'many'; {WHOLE}, or allowed: 'auto'",
-        "r: plugins.packing.share: given 'x'; it should be a number, such as 0.5",
+        "r: plugins.packing.share: given 'x'; it should be a number, such as 1e-4",
         "r: plugins.packing.names.a: given 'b'; it should be a whole number, such as 2",
         "r: plugins.packing.wanted: missing; set it",
     ]

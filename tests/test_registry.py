@@ -107,7 +107,9 @@ def test_a_plugin_can_be_switched_off(company):
     assert list(resolve(tables)[1].plugins) == ["one"]
     assert list(resolve(tables, ["one"])[1].plugins) == []
     assert "enabled" not in resolve(tables)[0].plugins["one"]
-    assert refused(tables, ["on"]) == ["--without on: the recipe has no [plugins.on]"]
+    assert refused(tables, ["on"]) == [
+        "--without on: the recipe has no [plugins.on]; did you mean 'one'? it has one, two"
+    ]
     tables["plugins"] = {"one": {"enabled": False}, "two": {}}
     (line,) = refused(tables)
     assert "plugins.two: requires 'one' (it is switched off): add [plugins.one]" in line

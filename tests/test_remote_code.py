@@ -100,7 +100,7 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
         "quickstart": [["--help"]],  # it trains a new model, on its own data
         "launch": [["--help"]],  # it becomes `plugsft train`, or `accelerate launch`
         "new-plugin": [["mine", "--folder", to]],
-        "bench": [[recipe, "--rounds", "1", "--steps", "1", "--out", to / "bench"]],
+        "bench": [[recipe, "--rounds", "1", "--steps", "1", f"output={to}/run"]],
         "tune": [[recipe, "--steps", "1"]],
         "plan": [[recipe, "--gpu", "H100"]],
         "cache": [["ls"], ["gc"]],

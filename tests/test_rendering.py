@@ -174,15 +174,20 @@ def test_a_row_of_another_format_is_bad(tokenizer):
         ({"messages": None}, "'messages' is null"),
         ({"messages": []}, "'messages' is not a list of turns, or is empty"),
         ({"messages": "hi"}, "'messages' is not a list of turns, or is empty"),
-        ({"messages": ["hi"]}, "a turn has no role"),
-        ({"messages": [{"content": "hi"}]}, "a turn has no role"),
+        ({"messages": ["hi"]}, "a turn is not an object with a role"),
+        ({"messages": [{"content": "hi"}]}, "no 'role': the turn has content"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "unknown role 'wizard'"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role ['user']"),
         (
             {"messages": [ASK, {"role": "assistant", "content": ""}]},
             "an empty turn of the assistant",
         ),
+        ({"messages": [ASK, {**TELL, "content": " \n"}]}, "an empty turn of the assistant"),
         ({"messages": [{"role": "user"}, TELL]}, "an empty turn of the user"),
+        (
+            {"messages": [ASK, {**TELL, "function_call": {"name": "f", "arguments": "{}"}}]},
+            "the chat template leaves out",
+        ),
         ({"messages": [{"role": "user", "content": 3}, TELL]}, "a turn of the user is not text"),
         ({"messages": [ASK]}, "no trained token"),
         ({"messages": [ASK, {**TELL, "content": "\ud83e"}]}, "half a character"),
@@ -190,6 +195,7 @@ def test_a_row_of_another_format_is_bad(tokenizer):
         ({"prompt": None, "completion": "b"}, "'prompt' is null"),
         ({"prompt": "a", "text": "b"}, "no 'completion': the row has prompt, text"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "a", "completion": "  "}, "'completion' is empty"),
         ({"prompt": 3, "completion": "b"}, "'prompt' is not text"),
         ({"prompt": "a", "completion": [TELL]}, "'prompt' is not a list of turns"),
         ({"text": ""}, "'text' is empty"),
@@ -298,7 +304,7 @@ TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": CONTENT}), min
 def test_the_mask_is_transformers_mask(tokenizer, messages):
     result = rendered(tokenizer, {"messages": messages}, blocks=True)
     if result.bad:
-        spoken = {message["role"] for message in messages if not message["content"]} & {
+        spoken = {message["role"] for message in messages if not message["content"].strip()} & {
             "user",
             "assistant",
         }

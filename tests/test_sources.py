@@ -1,6 +1,7 @@
 """Sources of every kind give the same rows, or a clear error."""
 
 import json
+import os
 
 import datasets
 import pytest
@@ -160,11 +161,17 @@ def test_a_bad_line_is_one_bad_row(tmp_path):
         b"null",
         b"[" * 9999,
         b"1" + b"0" * 5000,
+        '{"text": "first line of a file in UTF-16"}'.encode("utf-16-le"),
+        b'{"text": "a", "text": "b"}',
     ]
     path.write_bytes(good + b"\n".join(bad) + b"\n" + good)
     rows = open_source(Source(source=str(path))).read(0, 99)
     reasons = [*["not a JSON object"] * len(bad)]
-    reasons[1], reasons[5] = "not UTF-8", "nested deeper than 200 levels"
+    reasons[1] = reasons[7] = "not UTF-8"
+    reasons[5], reasons[8] = (
+        "nested deeper than 200 levels",
+        "the key 'text' is there more than once",
+    )
     assert rows == [{"text": "good"}, *reasons, {"text": "good"}]
 
 
@@ -184,6 +191,13 @@ def rows_of_short(path):
     return open_source(Source(source=str(path))).read(0, 99)
 
 
+def test_a_csv_file_is_read_as_text_with_its_quotes(tmp_path):
+    path = tmp_path / "qa.csv"
+    path.write_text('question,answer\n"Who, me?","You\nalone"\nWhat?,\n', encoding="utf8")
+    first = {"question": "Who, me?", "answer": "You\nalone"}
+    assert rows_of_short(path) == [first, {"question": "What?"}]
+
+
 def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     path = tmp_path / "data.parquet"
     datasets.Dataset.from_list(
@@ -196,10 +210,12 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     ("name", "content", "expected"),
     [
         ("data.jsonl", b"", "the file is empty; name a file with rows"),
-        ("data.csv", b"a,b", "unknown file type '.csv'; use .jsonl, .json, .parquet"),
+        ("data.tsv", b"a\tb", "unknown file type '.tsv'; use .jsonl, .json, .parquet"),
+        ("data.csv", b'a,b\n"1', "cannot be read as csv"),
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),
+        ("pipe.jsonl", b"", "is a pipe or a device"),
         ("folder/", b"", "the folder has no data"),
         ("folder/state.json", b"{}", "cannot be opened as a file"),
     ],
@@ -207,7 +223,10 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
 def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
-    place.mkdir() if name.endswith("/") else place.write_bytes(content)
+    if name == "pipe.jsonl":
+        os.mkfifo(place)
+    else:
+        place.mkdir() if name.endswith("/") else place.write_bytes(content)
     place = tmp_path / name.partition("/")[0]
     with pytest.raises(DataError) as caught:
         rows_of_short(place)

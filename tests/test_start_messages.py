@@ -101,9 +101,10 @@ def test_a_wrong_option_is_answered_with_visible_ones(tiny, word):
 
 
 @pytest.mark.slow
-def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(tmp_path):
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "gpt2"])
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(tmp_path, model):
     tables = bare_tables(tmp_path / "run", {})
-    tables["model"] = {"path": "Qwen/Qwen3-0.6B"}
+    tables["model"] = {"path": model}
     tables["data"]["source"] = str(write_jsonl(tmp_path / "chats.jsonl", chats(2)))
     command = [sys.executable, "-m", "plugsft", "check", write_recipe(tmp_path / "r.toml", tables)]
     env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -109,6 +109,14 @@ def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind
     assert not cured.bad and not cured.warnings and not cured.unread
 
 
+def test_a_misspelt_column_is_refused(tokenizer, hooks):
+    row = {"instruction": "say", "inputs": "owls", "output": "yes"}
+    [reason] = rendered(hooks("alpaca"), [row], tokenizer).bad.values()
+    assert reason.startswith("nothing reads 'inputs'; did you mean 'input'? Set [data.columns] in")
+    cured = rendered(hooks("alpaca"), [row], tokenizer, columns={"input": "inputs"})
+    assert not cured.bad and "owls" in cured.texts[0]
+
+
 def run_of(folder, rows, plugins=None, **data):
     tables = tiny_tables(folder, rows)
     tables["data"] |= data
@@ -224,7 +232,7 @@ def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
         "and nothing reads it": {"count": 1, "rows": [21]},
     }
     shown = capsys.readouterr().out
-    assert "warning: data: rows 7, 8, 9, 10, 11 and 8 more (counting from 0): two turns of" in shown
+    assert "warning: data: rows 8, 9, 10, 11, 12 and 8 more: two turns of" in shown
     run_of(tmp_path, rows)
     assert "two turns of the user in a row" in capsys.readouterr().out, "from cache, too"
 

@@ -147,6 +147,8 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0', and it should be a whole number, 1 or more"),
         ({"LOCAL_RANK": "5"}, "unset RANK, LOCAL_RANK and WORLD_SIZE"),
         ({"LOCAL_RANK": "0"}, "rank 0 of 1"),
+        ({"WORLD_SIZE": "2"}, "rank 0 of 2"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT='x'"),
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x'"),
         ({"PLUGSFT_PROGRESS_SECONDS": "x"}, "PLUGSFT_PROGRESS_SECONDS='x'"),
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
@@ -276,6 +278,7 @@ def test_a_damaged_record_is_named_and_written_again(made, run, name, old, new, 
         (run / name).rename(run / "kept")
     again = run_plugsft(*words)
     assert again.returncode == 0, again.stderr
+    assert ("lines that cannot be read are left out" in again.stdout) != is_refused
     written = (run / name).read_text()
     assert new not in written and (old in written) == is_refused
 

@@ -190,11 +190,12 @@ def test_a_page_of_someone_else_is_never_replaced(finished, tmp_path):
 
 
 def test_figures_of_someone_else_are_never_replaced(finished, tmp_path):
-    words = ["bench", finished[0], "plugins.async_collate.depth=2", "--out", tmp_path]
-    (tmp_path / "bench.json").write_text("mine")
+    words = ["bench", finished[0], "plugins.async_collate.depth=2", f"output={tmp_path}/my"]
+    (tmp_path / "my-bench").mkdir()
+    (tmp_path / "my-bench/bench.json").write_text("mine")
     done = run_plugsft(*words, "--overwrite")
     assert done.returncode == 2 and "bench.json was not written by plugsft" in done.stderr
-    assert (tmp_path / "bench.json").read_text() == "mine"
+    assert (tmp_path / "my-bench/bench.json").read_text() == "mine"
 
 
 def test_a_folder_that_appears_as_a_model_is_exported_is_left(finished, tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 from plugsft import (
     DiskError,
     Folder,
-    Machine,
     RecipeError,
     cache_folder,
     digest,
@@ -31,31 +30,19 @@ class ArrowCache:
 
     folder: Folder | None = None
     """Folder of the cache. Default: $PLUGSFT_CACHE, or ~/.cache/plugsft if that is not set."""
-    refresh: bool = False
-    """Rebuild existing entries, once in this run."""
     read_only: bool = False
     """Read the cache, but write nothing there; missing data is prepared in the run's output."""
     in_memory: bool = False
     """Read all tokens at once, for file systems where mapping is slow."""
 
-    since: float = state(0.0)
-    """When this run began, if it rebuilds entries."""
     results: list[str] = state([])
     """Hit or miss of each entry."""
 
     @hookimpl
-    def check(self, machine: Machine) -> None:
-        """Refuse contradicting options."""
+    def check(self) -> None:
+        """Refuse a file in place of the folder."""
         if self.folder and Path(self.folder).is_file():
             raise RecipeError(f"folder: {self.folder} is a file; give a folder")
-        if self.refresh and self.read_only:
-            raise RecipeError("refresh writes and read_only must not; set one of them")
-        self.since = time.time() if self.refresh else 0.0
-        if self.refresh and machine.local_size < machine.world_size:
-            raise RecipeError(
-                "refresh: each machine would rebuild entries that others read; first run "
-                "`plugsft prepare RECIPE plugins.arrow_cache.refresh=true`, then launch without"
-            )
 
     @hookimpl
     def cache(
@@ -69,7 +56,7 @@ class ArrowCache:
 
         started = time.perf_counter()
         home = Path(self.folder) if self.folder else cache_folder()
-        entry = Entry(home / "tokens" / digest(key), key, read, self.since, self.read_only)
+        entry = Entry(home / "tokens" / digest(key), key, read, self.read_only)
         try:
             built = entry.ensure(build)
         except DiskError as error:

@@ -24,8 +24,6 @@ class Entry:
     key: dict[str, Any]
     """All that its tokens depend on."""
     read: Callable[..., Any]
-    since: float
-    """Rebuild it, unless it was built after this time."""
     read_only: bool
 
     def ensure(self, build: Callable[..., bool]) -> str:
@@ -50,6 +48,8 @@ class Entry:
             with suppress(OSError):
                 os.utime(manifest)  # the time of the last use
         artefact = self.read(self.folder, in_memory)
+        if self.read_only and hasattr(artefact, "rebuild"):
+            artefact.rebuild = None
         with suppress(OSError):  # a file system without locks
             lock = os.open(manifest, os.O_RDONLY)
             weakref.finalize(artefact, os.close, lock)
@@ -62,9 +62,8 @@ class Entry:
             return fault
         try:
             stored_key = self.read(folder, False).facts["key_parts"]
-            built = folder.stat().st_mtime
         except (DataError, LookupError, OSError, ValueError) as error:
             return reason_of(error)
         if stored_key != json.loads(json.dumps(self.key)):
             return "it was built for another key"
-        return "refresh = true" if built < self.since else None
+        return None

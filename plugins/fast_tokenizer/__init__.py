@@ -43,12 +43,14 @@ class FastTokenizer:
 
     @hookimpl
     def check(self) -> None:
-        """Refuse an engine that is not installed."""
+        """Refuse an engine that is not installed, or where none is."""
         from .engines import ENGINES
 
         self.started_run = True
-        if self.engine in ENGINES and (missing := not_installed(self.engine, "fast")):
-            raise RecipeError(missing)
+        wanted = ENGINES if self.engine == "auto" else {self.engine} - {OWN}
+        missing = [not_installed(name, "fast") for name in wanted]
+        if missing and all(missing):
+            raise RecipeError(missing[0])
 
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
@@ -108,10 +110,9 @@ class FastTokenizer:
         fast = [f"{name} encoded {count:,}" for name, count in self.counts.items() if name != OWN]
         reasons = "; ".join(self.reasons.values())
         if self.engine == "auto" and not fast and len(self.reasons) == len(ENGINES):
-            cure = "Install one, or remove" if "pip install" in reasons else "Remove"
             return (
                 f"warning: no engine fits, so the model's own tokenizer encodes ({reasons}). "
-                f"{cure} [plugins.fast_tokenizer]"
+                "Remove [plugins.fast_tokenizer]"
             )
         lines = []
         if fast:

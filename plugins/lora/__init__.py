@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @plugin(
-    provides={"adapters": None},
+    provides={"adapters": "r"},
     affects_results=[
         "r",
         "alpha",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..base.errors import PlugsftError
 from .messages import PathLike, RecipeLike, ensure_kind
-from .results import FinishedRun, Inspection, PreparedData, Turns, inspected_source, prepared_data
+from .results import FinishedRun, Inspection, PreparedData, Turns, inspected_source
 
 
 def train(
@@ -76,7 +76,16 @@ def prepare(
 
         with isolated():
             tokens = prepare_data(loaded, active, source.path).tokens
-            return prepared_data(tokens.folder, tokens.facts)
+            facts = tokens.facts
+            return PreparedData(
+                tokens.folder,
+                facts["rows"],
+                facts["examples"],
+                facts["tokens"],
+                facts["trained_tokens"],
+                {reason: entry["count"] for reason, entry in facts["bad_rows"].items()},
+                facts["truncated"]["count"],
+            )
 
 
 def inspect(

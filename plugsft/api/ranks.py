@@ -20,12 +20,11 @@ import psutil
 from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
-from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from ..registry.load import resolve
-from ..start.launch import on_cpu
+from ..start.launch import is_rank, on_cpu
 from ..start.train import Start, train_recipe
 from .recipes import Source
 
@@ -44,7 +43,8 @@ def train_on_ranks(
         ensure_importable(name, plugin.target)
     if ranks < 1:
         raise LaunchError(f"ranks={ranks}: give 1 or more")
-    ensure_inputs(recipe, source.path)
+    if is_rank():
+        raise LaunchError(f"ranks={ranks}: this process is a rank of a launcher; leave ranks out")
     layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)

@@ -88,19 +88,6 @@ class Inspection:
         return "".join([*rows, *(source._repr_html_() for source in self.sources)])
 
 
-def prepared_data(folder: Path, facts: dict[str, Any]) -> PreparedData:
-    """Return the counts of tokens on disk."""
-    return PreparedData(
-        folder,
-        facts["rows"],
-        facts["examples"],
-        facts["tokens"],
-        facts["trained_tokens"],
-        {reason: entry["count"] for reason, entry in facts["bad_rows"].items()},
-        facts["truncated"]["count"],
-    )
-
-
 def inspected_source(audit: Audit) -> InspectedSource:
     """Return the counts and findings of an audited source."""
     sample = audit.sample

@@ -77,7 +77,7 @@ class InspectedRow:
     @property
     def title(self) -> str:
         """The row's source and number, and its summary."""
-        return f"{self.source}, row {self.row:,}: {self.summary}"
+        return f"{self.source}, row {self.row + 1:,}: {self.summary}"
 
     @property
     def trained_text(self) -> str:
@@ -326,7 +326,7 @@ def _row(view: InspectedRow) -> str:
         for name, part in parts(view.tokens)
     )
     kind = "row" if view.tokens else "row lost"
-    return f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row:,}
+    return f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row + 1:,}
 <span>{escape(view.summary)}</span></h3>{text}</section>\n"""
 
 

@@ -259,6 +259,12 @@ def _judge_rows(result: Audit, data: Data) -> None:
 def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
     """Warn of words that a template leaves out, and of special tokens among them."""
     kind = format_of(read_lead_row(opened, work.data))
+    if kind == "completion" and work.tokenizer.chat_template:
+        result.warnings.append(
+            "prompt and completion are trained as they are, without the chat template; for "
+            "questions and answers to a chat model, name them instruction and output in "
+            "[data.columns]"
+        )
     if kind is None or kind in TEXTS:
         return
     special, chat = special_tokens(work), Chat(work.tokenizer, work.data)

@@ -125,7 +125,7 @@ def writing(path: Path) -> Iterator[None]:
         number = None if isinstance(error, PlugsftError) else _error_number(error, path)
         if number is None:
             raise
-        reason, cure = reason_of(OSError(number, "")), "give another folder (output=...)"
+        reason, cure = reason_of(OSError(number, "")), "give another folder (output=..., --to)"
         if number in DISK_FULL:
             reason += f" ({format_size(free_disk(path))} are free)"
             cure = f"free some, or {cure}"

@@ -6,7 +6,6 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,11 +40,9 @@ class Machine:
         return self.rank == 0
 
 
-def env_number(
-    name: str, default: int = 0, least: int = 0, environment: Mapping[str, str] = os.environ
-) -> int:
+def env_number(name: str, default: int = 0, least: int = 0) -> int:
     """Return a whole number of the environment; refuse any other text there."""
-    text = environment.get(name, str(default))
+    text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
         raise LaunchError(
             f"the environment has {name}={text!r}, and it should be a whole number, {least} or "
@@ -58,8 +55,9 @@ def look() -> Machine:
     """Return this machine, with the rank that the launcher set; refuse ranks that cannot be."""
     rank, size = env_number("RANK"), env_number("WORLD_SIZE", 1, 1)
     local, beside = env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE", size, 1)
-    alone = "LOCAL_RANK" in os.environ and "MASTER_ADDR" not in os.environ
-    if rank >= size or local >= beside or alone:
+    env_number("MASTER_PORT")
+    alone = not {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    if rank >= size or local >= beside or (alone and (size > 1 or "LOCAL_RANK" in os.environ)):
         raise LaunchError(
             f"the environment makes this process rank {rank} of {size}, by variables that no "
             "launcher leaves so: unset RANK, LOCAL_RANK and WORLD_SIZE, or start by a launcher"

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from ..base.console import say
 from ..base.errors import CheckpointError, reason_of
 from ..base.limits import read_json_object
+from ..recipe.capabilities import Capability
 from ..recipe.parse import anchored, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -85,12 +86,11 @@ def ensure_same_run(
         if state["inputs"].get(name) != checksum
     ]
     if differing:
-        model, more = recipe.folder / "model", ""
-        if (model / "config.json").is_file():
-            more = f', with model.path = "{model}" to train its model on'
         raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. "
-            f"Undo the changes, or start again in another output folder (output=...){more}"
+            f"{path} belongs to another recipe: {'; '.join(differing)}. Undo the changes, or begin "
+            f"a new run with its weights, in another output folder: plugsft export {path} --to "
+            "FOLDER, then model.path = FOLDER (if it has adapters, "
+            f"{Capability.bundled('adapters').table} adapter = FOLDER)"
         )
     if inputs and state["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")

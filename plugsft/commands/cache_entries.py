@@ -14,8 +14,9 @@ from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Claims, build_folders
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
-from ..base.errors import DataError, DiskError, reason_of
+from ..base.errors import DataError, DiskError, PlugsftError, reason_of
 from ..base.limits import read_json_object
+from ..output.folder import suggest_name
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -52,7 +53,7 @@ def ls(folder: Path | None) -> None:
             f"{entry.facts.get('rows', 0):,}",
             f"{entry.facts.get('tokens', 0):,}",
             format_size(entry.size),
-            time_of(entry.used),
+            datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M"),
             f"damaged: {entry.damage}" if entry.damage else "sizes match",
             entry.sources,
         ]
@@ -107,32 +108,25 @@ def entries(home: Path) -> Iterator[Entry]:
     for path in sorted(paths, key=_used, reverse=True):
         used, problem, facts = _used(path), damage(path, quick=True), {}
         try:
-            facts = facts_of(path)
+            if (path / "index.arrow").exists():
+                facts = Tokens(path).facts
+            else:  # of a plugin
+                facts = read_json_object(path / "facts.json")
         except (DataError, OSError, ValueError) as error:
             problem = problem or reason_of(error)
         if is_published(path):
             yield Entry(path, facts, _size(path), used, problem)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Return the facts that an entry of tokens, or of a plugin, records."""
-    if (path / "index.arrow").exists():
-        return Tokens(path).facts
-    return read_json_object(path / "facts.json")
-
-
 def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
     """Remove unfinished builds whose process died on this machine; yield names and sizes."""
-    folders = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
-    unfinished = {name for name in folders if not is_published(home / name)}
-    for name in sorted(_being_built(home) | unfinished):
+    for name in sorted(_being_built(home)):
         folder = home / name
         with (
             writing(folder),
             Claims(folder).build() as claimed,
         ):  # so that a new builder waits; None if one lives
             paths = build_folders(folder)
-            paths += [folder] if folder.exists() and not is_published(folder) else []
             if claimed is not None and paths:
                 yield name, sum(map(_size, paths))
                 for path in paths:
@@ -147,6 +141,8 @@ def _being_built(home: Path) -> set[str]:
 
 def tokens_folder(folder: Path | None) -> Path:
     """Return the folder of prepared data in a cache folder; default: the user's."""
+    if folder and not folder.is_dir():
+        raise PlugsftError(f"--folder {folder}: no such folder{suggest_name(folder)}")
     return (folder or cache_folder()) / "tokens"
 
 
@@ -159,11 +155,6 @@ def _used(folder: Path) -> float:
     with suppress(OSError):
         return (folder / MANIFEST).stat().st_mtime
     return 0.0
-
-
-def time_of(seconds: float) -> str:
-    """Format a time to the minute."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def _count(listed: Sequence[Entry]) -> str:

@@ -31,8 +31,8 @@ def inspect(
     without: Without = None,
     rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of rows to show.")] = 3,
     first: Annotated[
-        int, typer.Option(metavar="N", min=0, help="First row to show, counted from 0.")
-    ] = 0,
+        int, typer.Option(metavar="N", min=1, help="First row to show, counted from 1.")
+    ] = 1,
     everything: Annotated[
         bool, typer.Option("--all", help="Audit every row, not a sample of 1,000.")
     ] = False,
@@ -48,7 +48,7 @@ def inspect(
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..audit.inspect_data import inspect_data
 
-    inspect_data(loaded, active, recipe.stem, rows, first, everything, html)
+    inspect_data(loaded, active, recipe.stem, rows, first - 1, everything, html)
 
 
 CacheFolder = Annotated[

@@ -1,6 +1,5 @@
 """Commands that measure and forecast: `bench`, `tune` and `plan`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,28 +32,18 @@ def bench(
             help="Where plugin NAME is off, set a key: bfd_packing:train.micro_batch=8.",
         ),
     ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Leave this plugin on in every run."),
-    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Measure only this plugin."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where to write. Default: OUTPUT-bench."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier bench.")
     ] = False,
 ) -> None:
     """Measure what each plugin does to speed, memory and results."""
-    from ..output.folder import ensure_inputs
     from .load_recipe import load_recipe
 
-    loaded, active = load_recipe(recipe, overrides, without)
-    ensure_inputs(loaded, recipe)
+    loaded, active = load_recipe(recipe, overrides, without, inputs=True)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab import bench as lab
 
@@ -65,7 +54,7 @@ def bench(
         "launch": launch,
         "instead": instead or [],
     }
-    lab.bench(loaded, active, recipe, settings, keep or [], only or [], out, overwrite)
+    lab.bench(loaded, active, recipe, settings, only or [], overwrite)
 
 
 def tune(
@@ -86,11 +75,9 @@ def tune(
     launch: Launch = "",
 ) -> None:
     """Find the fastest micro-batch that fits."""
-    from ..output.folder import ensure_inputs
     from .load_recipe import load_recipe
 
-    loaded, active = load_recipe(recipe, overrides, without)
-    ensure_inputs(loaded, recipe)
+    loaded, active = load_recipe(recipe, overrides, without, inputs=True)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab import tune as lab
 
@@ -120,19 +107,13 @@ def plan(
             help="H100, H200, B200, A100, ... Default: any GPU of --memory, or this machine.",
         ),
     ] = None,
-    probe: Annotated[
-        bool,
-        typer.Option("--probe", help="Train some steps on this machine, and correct the forecast."),
-    ] = False,
 ) -> None:
     """Forecast the memory of a run, on GPUs here or elsewhere."""
-    from ..output.folder import ensure_inputs
     from .load_recipe import load_recipe
 
-    loaded, active = load_recipe(recipe, overrides, without)
-    ensure_inputs(loaded, recipe)
+    loaded, active = load_recipe(recipe, overrides, without, inputs=True)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.forecast import run as forecast
 
     words = same_words(recipe, overrides, without)
-    forecast.plan(loaded, active, words, gpus, memory, gpu, probe)
+    forecast.plan(loaded, active, words, gpus, memory, gpu)

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..base.console import say
+from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe, is_hub_name
 from ..registry.active import Active
 from ..registry.load import load
@@ -17,10 +18,15 @@ PATIENCE = 5.0
 
 
 def load_recipe(
-    path: Path, overrides: Sequence[str] | None, without: Sequence[str] | None
+    path: Path,
+    overrides: Sequence[str] | None,
+    without: Sequence[str] | None,
+    inputs: bool = False,
 ) -> tuple[Recipe, Active]:
-    """Read a recipe and create its plugins."""
+    """Read a recipe and create its plugins; with `inputs`, refuse paths that cannot be read."""
     recipe, active = load(path, overrides or [], without or [])
+    if inputs:
+        ensure_inputs(recipe, path)
     if names_hub(recipe):
         use_cache_without_network()
     return recipe, active

@@ -89,8 +89,7 @@ def write_files(files: dict[Path, str], option: str = "--to") -> None:
             with replace_file(path) as temporary:
                 temporary.write_text(text, "utf8")
     except OSError as error:
-        place = error.filename or path
-        raise PlugsftError(f"{place}: {reason_of(error)}; set {option}") from error
+        raise PlugsftError(f"{error.filename or path}: {reason_of(error)}; set {option}") from error
 
 
 def commands_of(recipe: str) -> list[str]:

@@ -73,13 +73,11 @@ def launch(
     overwrite: Overwrite = False,
 ) -> None:
     """Train on several GPUs or machines: print the line of `accelerate launch`, and run it."""
-    from ..output.folder import ensure_inputs
     from .load_recipe import load_recipe
 
-    loaded, active = load_recipe(recipe, overrides, without)
+    loaded, active = load_recipe(recipe, overrides, without, inputs=True)
     start = Start(resume, resume_auto, resume_from, overwrite)
     start.ensure_possible()
-    ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before torch is imported.
     from ..start.launch import Options, is_rank, join, launch_ranks
 

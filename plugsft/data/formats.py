@@ -5,7 +5,7 @@ reasoning under the keys that templates read, calls as functions whose arguments
 follows need not ask how a row wrote it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -86,7 +86,7 @@ def read_turns(turns: list[Any]) -> Conversation:
 def check_order(messages: list[Row]) -> list[str]:
     """Warn of an unusual order of turns."""
     roles = [message["role"] for message in messages]
-    repeated = [role for role in ("assistant", "user") if (role, role) in pairwise(roles)]
+    repeated = [role for role in ("assistant", "system", "user") if (role, role) in pairwise(roles)]
     warnings = [f"two turns of the {role} in a row" for role in repeated]
     if roles[-1] != "assistant":
         warnings.append(f"the conversation ends with a turn of the {roles[-1]}")
@@ -97,31 +97,36 @@ def _is_plain(turn: Any) -> bool:
     if not isinstance(turn, dict) or len(turn) != 2:
         return False
     content = turn.get("content")
-    return type(content) is str and content != "" and turn.get("role") in ROLES
+    if type(content) is not str or not content or content.isspace():
+        return False
+    return turn.get("role") in ROLES
 
 
 def _read_turn(turn: Any) -> Row:
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
         turn = _from_sharegpt(turn)
-    if not isinstance(turn, dict) or "role" not in turn:
-        raise BadRow("a turn has no role")
+    if not isinstance(turn, dict):
+        raise BadRow("a turn is not an object with a role")
+    require(turn, "role", "turn")
     # As in transformers: tables give every message the fields of all messages.
     message = {key: item for key, item in turn.items() if item not in (None, [])}
     role, content = message.get("role"), message.get("content", "")
     if role not in ROLES:
-        raise BadRow(f"unknown role {role!r}")
+        raise BadRow(f"unknown role {role!r}; known are {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str):
         raise BadRow(f"a turn of the {role} is not text")
     for key in message.keys() - KNOWN:
-        if meant := _meant(key):
-            raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant[0]}'?")
+        if meant := similar(key, KEYS):
+            raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant}'?")
+    if call := message.pop("function_call", None):  # of OpenAI, before there were tools
+        message.setdefault("tool_calls", [call])
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [*map(_read_call, calls if isinstance(calls, list) else [calls])]
     elif "content" not in turn and message.keys() - WITHOUT_WORDS:
         require(message, "content", "turn")  # a misspelt one would be lost
-    elif not content and role in ("user", "assistant"):
+    elif not content.strip() and role in ("user", "assistant"):
         raise BadRow(f"an empty turn of the {role}")
     message["content"] = content
     for name in REASONING:
@@ -131,9 +136,9 @@ def _read_turn(turn: Any) -> Row:
 
 
 @cache
-def _meant(key: str) -> list[str]:
-    """The known key that another one of a turn is like."""
-    return get_close_matches(key, KEYS, 1, 0.8)
+def similar(name: str, known: Collection[str]) -> str:
+    """The known name that a misspelt one is like, or ""."""
+    return next(iter(get_close_matches(name, known, 1, 0.8)), "")
 
 
 def _from_sharegpt(turn: Row) -> Row:
@@ -224,7 +229,7 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
     value = require(row, column)
     if not isinstance(value, str):
         raise BadRow(f"'{column}' is not text")
-    if not value and not allow_empty:
+    if not value.strip() and not allow_empty:
         raise BadRow(f"'{column}' is empty")
     return value
 

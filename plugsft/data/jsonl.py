@@ -5,6 +5,7 @@ their fields, which Arrow's reader of JSON refuses. A line that is not a JSON ob
 and does not stop the reading of the file: in its place comes the reason.
 """
 
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import numpy as np
 
 from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
+from .formats import BadRow
 
 MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
 """Bytes to read at a time, at least for a few rows, and at most to search for lines."""
-NO_OBJECT = "not a JSON object"
+NO_OBJECT, NO_UTF8 = "not a JSON object", "not UTF-8"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +143,26 @@ def without_none(value: Any) -> Any:
 
 
 def _parse(line: bytes) -> Row | str:
+    if b"\0" in line:  # UTF-16, whose first line the parser would read
+        return NO_UTF8
     try:
         row = parse_json(line.rstrip())
+        if not isinstance(row, dict):
+            return NO_OBJECT
+        # Inside of texts, quotes are escaped: few lines are parsed a second time.
+        if any(line.count(f'"{key}"'.encode(errors="replace")) > 1 for key in row):
+            json.loads(line, object_pairs_hook=_ensure_once)
     except UnicodeDecodeError:
-        return "not UTF-8"
-    except NestedTooDeep as error:
+        return NO_UTF8
+    except (NestedTooDeep, BadRow) as error:
         return str(error)
     except ValueError:
         return NO_OBJECT
-    return row if isinstance(row, dict) else NO_OBJECT
+    return row
+
+
+def _ensure_once(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:  # a parser takes the last
+            raise BadRow(f"the key '{key}' is there more than once")

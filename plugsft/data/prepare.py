@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.atomic import IsComplete, is_whole
+from ..base.atomic import IsComplete, damage, is_whole
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, hide_query, say
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 2, "render": 6, "pairs": 4, "encode": 1, "mask": 2}
+VERSIONS = {"read": 3, "render": 7, "pairs": 4, "encode": 1, "mask": 2}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
@@ -80,24 +81,20 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
         "data": [source.identity for source in sources],
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
         "tokenizer": digest({"backend": tokenizer.json, "names": tokenizer.special_tokens_map}),
-        "template": template_key(tokenizer),
+        # The chat template, and how its tokenizer reads it.
+        "template": digest(
+            {
+                "template": tokenizer.chat_template,
+                "blocks": tokenizer.honours_blocks,
+                "stops": tokenizer.stops,
+            }
+        ),
         "day": tokenizer.day,
         "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
         "encoders": plugin_versions(active, ("encode",)),
     }
-
-
-def template_key(tokenizer: Tokenizer) -> str:
-    """Name the chat template, and how its tokenizer reads it."""
-    return digest(
-        {
-            "template": tokenizer.chat_template,
-            "blocks": tokenizer.honours_blocks,
-            "stops": tokenizer.stops,
-        }
-    )
 
 
 @dataclass
@@ -266,7 +263,12 @@ def _prepare_tokens(
             with_others(work, sources, folder, is_complete)
         return once(folder, is_complete, fill=fill)
 
-    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
+    def read(folder: Path, in_memory: bool = False) -> Tokens:
+        tokens = Tokens(folder, in_memory)
+        tokens.rebuild = partial(build, folder, lambda made: damage(made) is None)
+        return tokens
+
+    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=read), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     weights = tokens.columns.get(WEIGHT)

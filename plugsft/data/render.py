@@ -28,6 +28,7 @@ from .formats import (
     read_chat,
     read_text,
     read_weight,
+    similar,
 )
 
 T = TypeVar("T")
@@ -192,6 +193,11 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
                 rendered.bad[number] = (
                     f"'{name}' {meaning}, and no active plugin reads it; "
                     f'{add}set data.ignore = ["{name}"] to train without it'
+                )
+            elif (meant := similar(name, frozenset(rendered.read))) and meant not in row:
+                rendered.bad[number] = (
+                    f"nothing reads '{name}'; did you mean '{meant}'? Set [data.columns] {meant} = "
+                    f'"{name}", or data.ignore = ["{name}"]'
                 )
         if number in rendered.bad:
             continue

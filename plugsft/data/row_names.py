@@ -11,17 +11,17 @@ CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop
 def name_rows(
     numbers: Sequence[int], rows: Rows | None = None, first: int = 0, count: int | None = None
 ) -> str:
-    """Name rows: "lines 4, 7" of a jsonl file, else "rows 3, 6 (counting from 0)".
+    """Name rows, counted from 1: "lines 4, 7" of a jsonl file, else "rows 3, 6".
 
     `first` is the number of the first of `rows`. `count` tells if `numbers` are not all.
     """
     numbers = [*dict.fromkeys(numbers)]  # a row may be named for each of its examples
     count = len(numbers) if count is None else count
-    word, shown, note = "row", numbers[:5], " (counting from 0)"
+    word, shown = "row", [number + 1 for number in numbers[:5]]
     if isinstance(rows, JsonLines):
-        word, shown, note = "line", rows.line_numbers([number - first for number in shown]), ""
+        word, shown = "line", rows.line_numbers([number - first for number in numbers[:5]])
     more = f" and {count - len(shown):,} more" if count > len(shown) else ""
-    return f"{word}{'s' * (count > 1)} {', '.join(map(str, shown))}{more}{note}"
+    return f"{word}{'s' * (count > 1)} {', '.join(map(str, shown))}{more}"
 
 
 def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int = 0) -> str:

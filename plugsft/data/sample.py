@@ -62,9 +62,7 @@ def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, st
     name, count = work.sources[source].source, len(sources[source])
     rows = range(count)[start:stop]
     if not rows:
-        raise DataError(
-            f"{name}: has no row {start:,} (counting from 0), only {format_count(count, 'row')}"
-        )
+        raise DataError(f"{name}: has no row {start + 1:,}, only {format_count(count, 'row')}")
     return sample_ranges(work, sources, source, [rows])
 
 

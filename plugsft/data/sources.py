@@ -26,7 +26,13 @@ from ..recipe.tables import Data, Source
 from .jsonl import JoinedRows, RowList, find_lines
 from .render import lead_row
 
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+FILES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+}
 SLICE_BYTES = 4_000_000
 """Size of a slice: small enough to balance workers and to fit in memory."""
 SLICE_ROWS = 10_000
@@ -88,8 +94,10 @@ class OpenSource(JoinedRows):
         """The ranges of rows."""
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
-            split = self.source.split
-            raise DataError(f"{self.where} (split '{split}'): has no rows; set another split")
+            split, sizes = self.source.split, {k: len(rows) for k, rows in self.splits.items()}
+            raise DataError(
+                f"{self.where} (split '{split}'): has no rows; set another split of {sizes}"
+            )
         return parts
 
 
@@ -149,6 +157,8 @@ def _ensure_readable(name: str, where: str) -> None:
                 f"{where}: the folder has no data: no {known} file, and no dataset of "
                 "save_to_disk; name another folder, or a file"
             )
+    elif path.exists():
+        raise DataError(f"{where}: is a pipe or a device, and is read twice; write it to a file")
     elif path.suffix in FILES or name.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")

@@ -120,7 +120,8 @@ def _integers(row: Row, name: str, size: int | None = None) -> Ints:
         values: NDArray[Any] = np.array(value)
     except ValueError:  # lists of several lengths
         values = np.zeros(())
-    if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
+    kinds = "iu" if name in (IDS, LABELS) else "iub"
+    if values.ndim != 1 or (values.size and values.dtype.kind not in kinds):
         raise BadRow(f"'{name}' is not a list of integers")
     if size not in (None, len(values)):
         raise BadRow(f"'{name}' is not as long as '{IDS}'")

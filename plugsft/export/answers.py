@@ -7,10 +7,6 @@ from pydantic.dataclasses import dataclass
 
 from ..base.errors import PlugsftError
 
-SAMPLING = ("top_p", "top_k", "repetition_penalty")
-"""Options that transformers knows by these names."""
-Positive = Annotated[FiniteFloat, Field(gt=0)]
-
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Answers:
@@ -25,11 +21,11 @@ class Answers:
     """0: always the likeliest token."""
     system: str = ""
     """The system message."""
-    top_p: Annotated[Positive, Field(le=1)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     """Sample from the likeliest tokens that have this probability together."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Sample from this number of the likeliest tokens."""
-    repetition_penalty: Positive | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.01)] | None = None
     """Above 1: tokens that the chat has already are less likely."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     """The seed of the random numbers; None: a new one each time."""
@@ -55,6 +51,6 @@ class Answers:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options that are set, by transformers' names."""
-        chosen = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in chosen.items() if value is not None}
+        """The options that are set, of those that transformers knows by the same names."""
+        names = ("top_p", "top_k", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.atomic import write_text
 from ..base.console import format_count, print_table, progress, say
-from ..base.errors import PlugsftError, RecipeError, choices
+from ..base.errors import PlugsftError, RecipeError, Stopped, choices
 from ..hooks import DATA
 from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
@@ -25,7 +25,7 @@ from .timing import (
     in_rounds,
     name_without,
 )
-from .trials import LEFT_OUT_ALWAYS, Interrupted, Trial, TrialRunner, refuse_ranks, trials
+from .trials import LEFT_OUT_ALWAYS, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
 SILENT = ("check", "summary", "record")
@@ -67,17 +67,15 @@ def key(on: Sequence[str]) -> str:
     return " ".join(on) or "none"
 
 
-def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
+def choose_contenders(active: Active, only: Sequence[str]) -> Contenders:
     """Choose the optional plugins to measure, and the contenders."""
     left_out, plugins = {*LEFT_OUT_ALWAYS}, active.plugins.items()
     available = [name for name, one in plugins if not left_out & {*contract_of(one).provides}]
-    for option, names in (("--keep", keep), ("--only", only)):
-        for name in names:
-            if name not in available:
-                hint = f"{choices(name, available, 'it has')}; add [plugins.{name}]"
-                raise RecipeError(f"{option} {name}: the recipe has no such active plugin{hint}")
+    for name in only:
+        if name not in available:
+            hint = f"{choices(name, available, 'it has')}; add [plugins.{name}]"
+            raise RecipeError(f"--only {name}: the recipe has no such active plugin{hint}")
     kept = {name: why for name in available if (why := _needed(active, name))}
-    kept |= dict.fromkeys(keep, "--keep")
     for name in [*kept]:
         for other in _with_required(active, name, available):
             kept.setdefault(other, f"{name} requires it")
@@ -122,9 +120,7 @@ def bench(
     active: Active,
     path: Path,
     settings: dict[str, Any],
-    keep: Sequence[str],
     only: Sequence[str],
-    folder: Path | None,
     overwrite: bool,
 ) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds.
@@ -132,7 +128,7 @@ def bench(
     `settings` has the options that figures depend on: rounds, steps, warmup, launch and instead.
     """
     refuse_ranks("bench")
-    contenders = choose_contenders(active, keep, only)
+    contenders = choose_contenders(active, only)
     instead: dict[str, dict[str, Any]] = {}
     for text in settings["instead"]:
         name, _, change = text.partition(":")
@@ -143,7 +139,7 @@ def bench(
             raise RecipeError(
                 f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
-    file = (folder or Path(f"{recipe.folder}-bench")) / JSON
+    file = Path(f"{recipe.folder}-bench") / JSON
     report = {
         **head(),
         "status": "running",
@@ -159,9 +155,11 @@ def bench(
     }
     running = BenchRun(contenders, instead, file, report)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
-        raise RecipeError(f"--out: {file} was not written by plugsft bench; give another folder")
+        raise RecipeError(
+            f"{file} was not written by plugsft bench; give another folder (output=...)"
+        )
     if file.exists() and not overwrite:
-        raise RecipeError(f"--out: {file} exists; add --overwrite, or give another folder")
+        raise RecipeError(f"{file} exists; add --overwrite, or give another output=...")
     file.parent.mkdir(parents=True, exist_ok=True)
     for name, reason in contenders.kept.items():
         say(f"always on: {name}: {reason}")
@@ -171,7 +169,7 @@ def bench(
             running.measure(runner)
     except KeyboardInterrupt:
         running.write("stopped")
-        raise Interrupted(f"stopped; complete rounds are in {file}") from None
+        raise Stopped(f"stopped; complete rounds are in {file}") from None
     running.write("complete")
     print_table(Bench(running.report).table())
     say(f"figures: {file}")
@@ -213,7 +211,7 @@ class BenchRun:
                     if name == "none":
                         raise PlugsftError(
                             f"the baseline, without {', '.join(left_out)}, does not run: {error}; "
-                            "leave on the plugin that it needs: --keep NAME"
+                            "add it to `requires` of a plugin that stays, or bench without it"
                         )
                     failed.add(name)
                     say(f"with {name}: failed: {error}")

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from ..base.errors import MEMORY, PlugsftError, RecipeError
+from ..base.errors import MEMORY, RecipeError
 from ..base.machine import child_environment, look
 from ..base.types import Ints, Shard
 from ..batches.defaults import BatchDefaults
@@ -63,12 +63,6 @@ class Trial:
     def of(self, name: str, warmup: int = 0) -> list[float]:
         """A metric of each step after the first ones."""
         return [float(step[name]) for step in self.steps[warmup:]]
-
-
-class Interrupted(PlugsftError):
-    """Ctrl-C: the message says what is known so far."""
-
-    exit_code = 130
 
 
 def refuse_ranks(command: str) -> None:

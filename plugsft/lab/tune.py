@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..base.console import format_count, format_size, out, parse_size, say
-from ..base.errors import PlugsftError, RecipeError
+from ..base.errors import PlugsftError, RecipeError, Stopped
 from ..base.machine import look
 from ..base.types import Ints
 from ..batches.defaults import BatchDefaults
@@ -23,7 +23,7 @@ from ..registry.active import Active
 from ..registry.load import resolve
 from ..tokens.views import share_prompts
 from .timing import FASTER, Ratio
-from .trials import Interrupted, Trial, TrialRunner, refuse_ranks, trials
+from .trials import Trial, TrialRunner, refuse_ranks, trials
 
 WARMUP = 2
 """Steps before those that are measured; memory peaks in them."""
@@ -64,7 +64,7 @@ def tune(
         with trials(recipe, active, launch, examples=None) as runner:
             best = tuning.run(runner)
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped; {tuning.so_far()}") from None
+        raise Stopped(f"stopped; {tuning.so_far()}") from None
     for line in tuning.reasons(best):
         say(line)
     if best.size != tuning.own:

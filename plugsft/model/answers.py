@@ -62,12 +62,8 @@ class Reference:
 def log_probs(model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
     """Return the log-probability of each answer of a micro-batch."""
     losses = token_nll(model=model, batch=batch, summed=False)
-    return sum_per_answer(losses, batch["_targets"])
-
-
-def sum_per_answer(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return log-probabilities of answers; `targets` has the number of targets of each."""
-    return -torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+    counts = batch["_targets"]  # of each answer
+    return -torch.segment_reduce(losses, "sum", lengths=counts, unsafe=True, initial=0)
 
 
 def count_examples(tokens: Tokens) -> Tokens:

@@ -14,6 +14,8 @@ from .config import max_context
 
 BATCH = 32
 """Chats answered in one batch."""
+COLDEST = 1e-5
+"""Lowest temperature: logits divided by it are still finite numbers."""
 
 Turns = list[dict[str, str]]
 
@@ -100,7 +102,7 @@ class Speaker:
             pad_token_id=pad_id(self.tokenizer),
             use_cache=True,
             do_sample=self.temperature > 0,
-            temperature=self.temperature or None,
+            temperature=max(self.temperature, COLDEST) if self.temperature else None,
             **self.sampling,
         )
         generated = cast(Any, self.model).generate(

@@ -26,16 +26,22 @@ def ensure_room(
         results = [*list_checkpoints(recipe.folder / "checkpoints"), recipe.folder / "model"]
         paths = [path for result in results for path in result.rglob("*")]
         free += sum(path.stat().st_size for path in paths if path.is_file())
+    adapters = recipe.provides("adapters") if model.path else None
     written = _weights(model)
     if written is None:
         return f"{format_size(free)} free; the model's size is known after its download"
     # Checkpoints have the weights and AdamW's two moments.
     stored = 3 * BYTES[model.weights] / BYTES[model.dtype]
+    if adapters:  # two matrices of this rank for each square one, in float32
+        width = load_config(model).get_text_config().hidden_size
+        written = round(written * min(1, 2 * adapters.value / width) * 4 / BYTES[model.dtype])
+        stored = 3
     need = round(written + checkpoints * stored * written + tokens * TOKEN_BYTES)
     text = f"about {format_size(need)} needed, {format_size(free)} free"
     if need < free:
         return text
-    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in active.plugins):
+    names = [] if adapters else active.plugins
+    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in names):
         return f"{text}; but a plugin may train few weights, and so write far less"
     raise RecipeError(f"output: {text}; free some, lower checkpoint.keep, or name another output")
 

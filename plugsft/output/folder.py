@@ -34,7 +34,7 @@ from .run_record import RunRecord
 
 FILES = ("run.json", "metrics.jsonl", "recipe.toml", "report.html", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
-ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
+ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".jinja")
 """Endings of files; no name on the hub has them."""
 PAGE = b'name="generator" content="plugsft"'
 LINE = b'{"step": '
@@ -185,10 +185,12 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
         finally:
             # If the folder was moved or unmounted, the run's own error says so.
             with suppress(OSError):
-                if os.listdir(recipe.folder) == [LOCK]:
-                    # The recipe was refused: remove the empty folder.
+                if not (recipe.folder / "run.json").exists():
+                    # The recipe was refused: leave what it has prepared, and no empty folder.
                     (recipe.folder / LOCK).unlink()
-                    recipe.folder.rmdir()
+                    for folder in (recipe.folder / "tokens", recipe.folder):
+                        with suppress(OSError):
+                            folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

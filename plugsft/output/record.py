@@ -95,7 +95,10 @@ class Record:
         if self._metrics is None:
             return
         # JSON has no NaN: null instead.
-        line = {name: _number(value) for name, value in metrics.items()}
+        line = {
+            name: None if isinstance(value, float) and not np.isfinite(value) else value
+            for name, value in metrics.items()
+        }
         with writing(self.folder / "metrics.jsonl"):
             self._metrics.write(json.dumps({"step": step, **line}) + "\n")
             self._metrics.flush()
@@ -174,7 +177,8 @@ class Record:
 
     def step_seconds(self) -> float:
         """Return the mean time of the last 50 steps; 0 before the first one since the start."""
-        recent = [seconds for seconds, *_ in self._rows[self._earlier :][-50:]]
+        own = [seconds for seconds, *_ in self._rows[self._earlier :]]
+        recent = (own[1:] or own)[-50:]  # the first step is slower
         return sum(recent) / max(1, len(recent))
 
 
@@ -183,7 +187,10 @@ def keep_lines(path: Path, done: int, evaluates: bool = False) -> list[dict[str,
 
     `evaluates`: remove those of the evaluation of step `done` too, which have no loss.
     """
-    lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+    known = read_metrics(path) if done else []
+    if known and path.read_bytes().count(b"\n") > len(known):
+        say(f"warning: {path}: lines that cannot be read are left out")
+    lines = [line for line in known if line["step"] <= done]
     if evaluates:
         lines = [line for line in lines if line["step"] < done or "loss" in line]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -257,7 +264,3 @@ def versions(*more: str) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in names},
     }
-
-
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not np.isfinite(value) else value

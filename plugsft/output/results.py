@@ -13,7 +13,7 @@ from ..base.console import out, print_table, say
 from ..base.errors import PlugsftError
 from ..recipe.parse import differences, flatten
 from .folder import how_to_continue, read_recipe, read_run
-from .run_record import RecordedData, RunRecord, figure, finite, label
+from .run_record import RunRecord, figure, finite, label
 
 WIDE = 36
 """Most characters of a column; a longer value has a line of its own."""
@@ -107,7 +107,8 @@ def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
     for title in ("versions", "machine", "model", "precision"):
         yield title, differing(a.table(title), b.table(title)), []
     for title, one, other in (("data", a.data, b.data), ("eval", a.eval, b.eval)):
-        lines = token_changes(one, other) if one and other else []
+        changes = differences(one.key_parts, other.key_parts) if one and other else ()
+        lines = [f"tokens of B: {change}" for change in dict.fromkeys(changes)]
         yield title, differing(a.table(title), b.table(title)), lines
     rows = [*results(a, b)]
     for title in ("throughput", "batches", "memory", "seconds"):
@@ -148,12 +149,6 @@ def plugins(run: RunRecord) -> dict[str, Any]:
         summary = TIME.sub("…", plugin.summary)
         values |= {f"{name}: summary": summary, f"{name}: from": plugin.origin}
     return values
-
-
-def token_changes(a: RecordedData, b: RecordedData) -> list[str]:
-    """Say why the tokens of B are not those of A."""
-    changes = dict.fromkeys(differences(a.key_parts, b.key_parts))
-    return [f"tokens of B: {change}" for change in changes]
 
 
 def results(a: RunRecord, b: RunRecord) -> Iterator[Comparison]:

@@ -200,16 +200,16 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
 
 
 def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
-    """Name the rows of micro-batches: "chats.jsonl rows 3, 17 (counting from 0)"."""
+    """Name the rows of micro-batches: "chats.jsonl rows 3, 17", counted from 1."""
     examples = [int(number) for number in chain(*micro_batches)]
     by_source: dict[str, list[str]] = {}
     for source, row in map(tokens.source_of, examples[:MAX_ROWS]):
-        by_source.setdefault(tokens.facts["sources"][source]["name"], []).append(str(row))
+        by_source.setdefault(tokens.facts["sources"][source]["name"], []).append(str(row + 1))
     if not by_source:
         return "no row"
     names = ", ".join(f"{name} rows {', '.join(rows)}" for name, rows in by_source.items())
     more = f" and {len(examples) - MAX_ROWS} more" if len(examples) > MAX_ROWS else ""
-    return f"{names}{more} (counting from 0)"
+    return names + more
 
 
 @contextmanager

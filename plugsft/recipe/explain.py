@@ -14,7 +14,7 @@ from .tables import short
 
 WANTED = {
     "int_type": "a whole number, such as 2",
-    "float_type": "a number, such as 0.5",
+    "float_type": "a number, such as 1e-4",
     "bool_type": "true or false",
     "string_type": 'text in quotes, such as "name"',
     "list_type": 'a list, such as ["name"]',
@@ -40,7 +40,10 @@ def explain(
         given, context, kind = error["input"], error.get("ctx", {}), error["type"]
         if kind in ("extra_forbidden", "unexpected_keyword_argument"):
             allowed = [name for name, _ in fields(table_at(table, place[:-1]))]
-            hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
+            hint = did_you_mean(str(place[-1]), allowed)
+            if not hint:
+                meant = elsewhere(str(place[-1]), table)
+                hint = f"; did you mean '{meant}'?" if meant else ";"
             known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
             what = f"unknown key (given {short(given)}){hint} {known}"
         elif kind.startswith("missing"):
@@ -103,9 +106,9 @@ def _key(part: int | str) -> str:
     return text if re.fullmatch(r"[\w-]+", text) else repr(text)
 
 
-def _elsewhere(key: str, table: type[Any]) -> str:
-    """Return a hint if the key belongs to another table."""
+def elsewhere(key: str, table: type[Any]) -> str:
+    """Find the key of a table below this one: "train.seed"; "" if there is none."""
     for name, _ in fields(table):
         if key in dict(fields(table_at(table, [name]))):
-            return f"; did you mean '{name}.{key}'?"
-    return ";"
+            return f"{name}.{key}"
+    return ""

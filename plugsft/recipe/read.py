@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..base.errors import RecipeError, reason_of
+from ..base.errors import RecipeError, did_you_mean, reason_of
 from ..base.limits import TABLES, check_depth, parse_toml, read_text
 from .explain import EXAMPLE, explain
 from .parse import value_of
@@ -28,7 +28,9 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         text = read_text(file)
         raw = parse_toml(text) if form == "TOML" else _parse(text, form, str(path))
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
+        others = (each.name for each in file.parent.glob("*") if each != file)
+        why = f"({reason_of(error)}){did_you_mean(file.name, others)}"
+        raise RecipeError(f"{path}: cannot be read {why}") from error
     except ValueError as error:  # from the parser, UTF-8, our limits, and int's limit of digits
         hint = _suggest(text, str(error)) if form != "YAML" else ""
         raise RecipeError(f"{path}: is not {form}: {error}{hint}") from error

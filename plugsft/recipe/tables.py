@@ -24,7 +24,7 @@ from .capabilities import Capability, ensure_known
 
 HUB = "hub:"
 """The beginning of `--to` for a repository on the hub."""
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
@@ -106,17 +106,17 @@ def absolute(place: str) -> str:
     return _anchored(place) if os.path.exists(place) else place
 
 
-def _recorded(place: str) -> str:
-    return hide_query(absolute(place))
-
-
 def _anchored(place: str) -> str:
     return str(Path(place).absolute())
 
 
 # Absolute in the resolved recipe, so that it runs from any folder, and without the query of an
 # address; plugins use these types too.
-Place = Annotated[str, AfterValidator(_expand), PlainSerializer(_recorded, when_used="json")]
+Place = Annotated[
+    str,
+    AfterValidator(_expand),
+    PlainSerializer(lambda place: hide_query(absolute(place)), when_used="json"),
+]
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""

@@ -34,7 +34,8 @@ def resolve(
     problems: list[str] = []
     for name in without:
         if tables.pop(name, None) is None:
-            problems.append(f"--without {name}: the recipe has no [plugins.{name}]")
+            hint = choices(name, tables, "it has")
+            problems.append(f"--without {name}: the recipe has no [plugins.{name}]{hint}")
     created = {}
     for name, options in tables.items():
         try:
@@ -52,17 +53,17 @@ def resolve(
     problems = (
         wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     )
-    if recipe is not None:
-        recipe = recipe.with_provided(
-            [
-                (capability, name, option)
-                for name in sorted(created)
-                for capability, option in contract_of(created[name]).provides.items()
-            ]
-        )
-        problems += [f"{path}: {line}" for line in provided_twice(recipe)]
     if problems or recipe is None:
         raise RecipeError(problems)
+    recipe = recipe.with_provided(
+        [
+            (capability, name, option)
+            for name in sorted(created)
+            for capability, option in contract_of(created[name]).provides.items()
+        ]
+    )
+    if twice := [f"{path}: {line}" for line in provided_twice(recipe)]:
+        raise RecipeError(twice)
     return recipe, Active({name: created[name] for name in order(created)}, known)
 
 
@@ -89,6 +90,7 @@ def _conflicts(
                         f"plugins.{name}: answers '{hook}', and so does '{first}': "
                         "remove one, or switch it off with --without"
                     )
+                    break
     if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
         for name in sorted({*columns} - {*COLUMNS}):
             yield f"data.columns: unknown name '{name}'{choices(name, COLUMNS, 'known are')}"

@@ -14,7 +14,6 @@ from conftest import (
     chats,
     must_succeed,
     run_plugsft,
-    run_ranks,
     start_plugsft,
     tiny_tables,
     write_jsonl,
@@ -244,29 +243,6 @@ def test_bad_rows_leave_nothing_in_the_cache(run, home):
     with pytest.raises(Exception, match="unknown role"):
         run(rows=[{"messages": [{"role": "nobody", "content": "x"}]}])
     assert [*home.iterdir()] == []
-
-
-def test_refresh_builds_once_in_each_run_of_two_ranks(noted):
-    recipe, note = noted(slices=2)
-    counts = []
-    for refresh in ("false", "true", "true", "false"):
-        before = len(builders(note))
-        result = run_ranks(2, "prepare", recipe, f"plugins.arrow_cache.refresh={refresh}")
-        assert result.returncode == 0, result.stderr
-        counts.append(len(builders(note)) - before)
-    assert counts == [2, 2, 2, 0], "both slices once in each run, whatever the number of ranks"
-
-
-def test_refresh_is_refused_where_it_cannot_hold(run, monkeypatch):
-    with pytest.raises(RecipeError, match=r"plugins.arrow_cache: refresh writes and read_only"):
-        run(refresh=True, read_only=True)
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    run(refresh=True)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(RecipeError, match=r"each machine would rebuild .* `plugsft prepare"):
-        run(refresh=True)
-    run()
 
 
 def mapped(path):

@@ -467,7 +467,7 @@ REFUSED = [
     ({"plugins": {"bfd_packing": {"overlong": "split"}}}, "would part an answer from its prompt"),
     ({"plugins": {"fused_loss": {"kernel": "liger"}}}, "but [plugins.kto] weighs each answer"),
     ({"plugins": {"dpo_reference": {}}}, "KTO scores other texts in each epoch"),
-    ({"plugins": {"dpo": {}}}, "plugins.kto: provides reference_model, and so does 'dpo'"),
+    ({"plugins": {"dpo": {}}}, "plugins.kto: answers 'step', and so does 'dpo'"),
     ({"plugins": {"kto": {"beta": float("inf")}}}, "plugins.kto.beta: given inf; it should be"),
     ({"plugins": {"kto": {"reference": "./nowhere"}}}, "reference: ./nowhere: no such folder"),
 ]

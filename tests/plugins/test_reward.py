@@ -324,7 +324,7 @@ def save_model(folder, model, tokenizer):
             {"samples": {"prompts": ["who?"], "every": 1}},
             "a reward model cannot generate answers; remove [plugins.samples]",
         ),
-        ({"dpo": {}}, "provides preference_pairs, and so does"),
+        ({"dpo": {}}, "plugins.reward: answers 'render', and so does 'dpo'"),
         ({"reward": {"center": float("inf")}}, "plugins.reward.center: given inf; it should be"),
         ({"dpo_reference": {}}, "plugins.dpo_reference: requires 'dpo'"),
     ],

@@ -1,6 +1,5 @@
 """axolotl's keys."""
 
-from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import training
 from .conversion import Conversion, Tool, hold_out, listed_parts, places, set_sources
@@ -42,8 +41,7 @@ def convert(c: Conversion) -> None:
     for key, reason in IMPOSSIBLE.items():
         if c.get(key):
             raise c.refuse(key, reason)
-    if not c.get("base_model"):
-        raise RecipeError(f"{c.path}: names no model; set base_model")
+    c.require("base_model")
     c.copy("copied", "shared", "axolotl")
     _set_objective(c)
     _set_data(c)
@@ -87,8 +85,7 @@ def _set_objective(c: Conversion) -> None:
 
 def _set_data(c: Conversion) -> None:
     """Write the sources, and what is trained in their rows."""
-    if not c.get("datasets"):
-        raise RecipeError(f"{c.path}: names no data; set datasets")
+    c.require("datasets")
     set_sources(c, listed_parts(c, "datasets"), "datasets")
     for place in places(c, "datasets"):
         _check_rows(c, place)

@@ -153,6 +153,11 @@ class Conversion:
         """Name a key that is not converted."""
         self.left.setdefault(key, reason)
 
+    def require(self, key: str) -> None:
+        """Refuse a configuration without a setting."""
+        if not self.get(key):
+            raise RecipeError(f"{self.path}: {key} is missing; set {key}")
+
     def refuse(self, key: str, reason: str) -> RecipeError:
         """Return the error for a run that plugsft cannot do."""
         return RecipeError(f"{self.path}: {key} = {short(self.get(key))}: {reason}")

@@ -35,8 +35,7 @@ def convert(c: Conversion) -> None:
         raise c.refuse("stage", reason)
     if kind not in ("lora", "full"):
         raise c.refuse("finetuning_type", "plugsft trains all weights or LoRA; use one of them")
-    if not c.get("model_name_or_path"):
-        raise RecipeError(f"{c.path}: names no model; set model_name_or_path")
+    c.require("model_name_or_path")
     if stage == "rm":
         c.set("plugins.reward", {}, "stage")
     elif stage in ("dpo", "kto"):
@@ -82,9 +81,8 @@ def _set_lora(c: Conversion) -> None:
 
 def _set_data(c: Conversion) -> None:
     """Write the sources, their columns, and the rows that are held out."""
+    c.require("dataset")
     names = c.names("dataset")
-    if not names:
-        raise RecipeError(f"{c.path}: names no data set to train on; set dataset")
     folder, info = _read_info(c)
     if not info:
         c.leave(

@@ -66,10 +66,12 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
         else:
             loaded = datasets.load_dataset(name)
     except Exception as error:  # datasets and its readers raise nearly every type
-        first_line = str(error).strip().partition("\n")[0]
+        cause = error.__cause__ or error  # datasets wraps those of its readers
+        first_line = str(cause).strip().partition("\n")[0]
         action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
         raise DataError(
-            f"{where}: cannot be {action}: {type(error).__name__}: {first_line}"
+            f"{where}: cannot be {action}: {type(cause).__name__}: {first_line}; correct the name, "
+            "or write the file again"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     return {split: DatasetRows(data) for split, data in splits.items()}

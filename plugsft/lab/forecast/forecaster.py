@@ -1,10 +1,9 @@
-"""Forecast a recipe and its variants; probe one; find changes that make it fit.
+"""Forecast a recipe and its variants; find changes that make it fit.
 
 A forecast is for the largest micro-batches of an epoch. Prepared tokens give every length;
 otherwise the first rows of each source represent the others.
 """
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...base.console import format_size, say
 from ...base.errors import DataError, PlugsftError
 from ...base.machine import look
 from ...base.types import Batch, Ints, Shard, Slice
 from ...batches.defaults import BatchDefaults
 from ...batches.plan import shuffle
 from ...data.defaults import DataDefaults
-from ...data.load_tokenizer import load_tokenizer
 from ...data.prepare import open_data, open_named_tokens
 from ...data.sample import EstimatedColumns, make_work
 from ...data.sources import ensure_columns, open_source
@@ -34,7 +31,7 @@ from ...registry.load import resolve
 from ...tokens.shards import write_index
 from ...tokens.store import Tokens
 from ...tokens.views import cut, share_prompts
-from ..trials import trials, with_changes
+from ..trials import with_changes
 from .meta_model import MetaModel, Trace, Weights
 from .strategies import DDP, FSDP2, SINGLE, ZERO3, Cluster, Memory, Setting, Strategy, peak_memory
 
@@ -54,8 +51,6 @@ LEFT_OUT = (
 HOOKS = ("optimize_model", "plan_batches", "collate", "step")
 MAX_RANKS = 4096
 """Most ranks that are tried."""
-STEPS = 3
-"""Steps of a probe: the first makes the optimizer's states."""
 SAVERS = ("recomputed_activations", "fused_head")
 """Capabilities that lower the memory, and change no results."""
 
@@ -219,8 +214,6 @@ class Forecaster:
         self.tables, self.epoch, self._gpu = tables, epoch, gpu
         self._models: dict[tuple[str, bool], MetaModel] = {}
         self._traces: dict[str, Trace] = {}
-        self.scale = 1.0
-        """Factor of activations, from a probe."""
 
     def trace(self, changes: Mapping[str, Any], ranks: int) -> tuple[Recipe, Traced]:
         """Trace the recipe with {"table.key": value} set."""
@@ -257,7 +250,6 @@ class Forecaster:
             cluster.ranks,
             traced.workload.micro_batches,
             cluster.gpu,
-            self.scale,
             4 if recipe.model.dtype == "float32" else 2,
             recipe.train.keep_whole_gradients,
         )
@@ -343,41 +335,3 @@ def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) 
     except PlugsftError:
         return None
     return choose(forecasts) or min(forecasts, key=lambda forecast: forecast.memory.total)
-
-
-def probe(tables: dict[str, Any], cluster: Cluster) -> float:
-    """Train one rank's share of real steps on this machine; compare them with their forecast.
-
-    Returns the factor by which measured activations differ from forecast ones.
-    """
-    recipe, active = resolve(tables)
-    size = max(1, recipe.train.batch_size // cluster.ranks)
-    changes = {"train.batch_size": size}
-    with trials(recipe, active, examples=size * STEPS) as runner:
-        trial = runner.run(changes, STEPS)
-        if trial.error:
-            why = "ran out of memory" if trial.out_of_memory else f"failed: {trial.error}"
-            raise PlugsftError(
-                f"--probe: a step of {size} examples {why}; leave --probe out, or lower "
-                f"{recipe.micro_batch_size()[0]} for it"
-            )
-        prepared, _ = resolve(runner.tables)
-        tokens = Tokens(Path(runner.tables["data"]["tokens"]))
-        epoch = epoch_of(
-            recipe, tokens, np.arange(len(tokens)), len(load_tokenizer(prepared.model, Path()))
-        )
-        forecaster = Forecaster(runner.tables, epoch, cluster.gpu)
-        [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))
-    [rank] = trial.ranks
-    measured = rank["device"] if cluster.gpu else rank["host"] - rank["before"]
-    total = forecast.memory.total
-    seconds = statistics.median(trial.of("step_seconds", warmup=1))
-    say(
-        f"probe: measured {format_size(measured)}, forecast {format_size(total)} "
-        f"({total / measured - 1:+.0%}), corrected below; "
-        f"{seconds:.3g} s a step of one rank on this machine"
-    )
-    activations = forecast.memory.activations + forecast.memory.loss_head
-    # Negligible activations do not explain the error.
-    explains = activations > 0.1 * total
-    return max(0.1, 1 + (measured - total) / activations) if explains else 1.0

@@ -12,7 +12,7 @@ from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .forecaster import Forecast, Forecaster, Traced, choose, probe, read_epoch, suggest
+from .forecaster import Forecast, Forecaster, Traced, choose, read_epoch, suggest
 from .strategies import (
     ANY,
     GB,
@@ -41,26 +41,16 @@ def plan(
     gpus: str,
     memory: str | None,
     gpu: str | None,
-    probes: bool,
 ) -> None:
     """Forecast the memory of each strategy; where nothing fits, find changes that would.
 
     `words`: the recipe and its changes, as in the command line.
     """
-    cpu = recipe.device == "cpu"
-    cluster = cluster_of(parse_gpus(gpus), memory, gpu, cpu or probes)
-    device, _, _ = this_device()
-    if probes and gpu and cluster.device not in device.replace(" ", "-"):
-        raise PlugsftError(
-            f"--probe: it measures this machine ({device}), not --gpu {cluster.device}; "
-            "remove one of the two"
-        )
+    cluster = cluster_of(parse_gpus(gpus), memory, gpu, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder:
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
-        if probes:
-            forecaster.scale = probe(forecaster.tables, cluster)
         with progress("tracing a step", 1, "micro-batch") as advance:
             _, traced = forecaster.trace({}, cluster.ranks)
             advance(1, "")
@@ -95,13 +85,6 @@ def parse_gpus(text: str) -> tuple[int, int]:
     return machines, each
 
 
-def parse_memory(text: str) -> float:
-    """The bytes of 80GiB: a number alone could be of either unit."""
-    if re.fullmatch(r"[\d.]+", text.strip()):
-        raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GiB")
-    return parse_size(text, "--memory")
-
-
 def cluster_of(
     gpus: tuple[int, int], memory: str | None, name: str | None, here: bool = False
 ) -> Cluster:
@@ -126,7 +109,9 @@ def cluster_of(
         total /= gpus[1]  # ranks on the CPU share its memory
     if memory is None:
         return Cluster(device, gpu, total, *gpus, listed)
-    cluster = Cluster(device, gpu, parse_memory(memory), *gpus)
+    if re.fullmatch(r"[\d.]+", memory.strip()):
+        raise PlugsftError(f"--memory: '{memory}' has no unit; write it as {memory}GiB")
+    cluster = Cluster(device, gpu, parse_size(memory, "--memory"), *gpus)
     if cluster.memory <= cluster.reserved:
         raise PlugsftError(
             f"--memory: {format_size(cluster.memory)} is no more than the "

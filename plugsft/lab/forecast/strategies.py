@@ -124,8 +124,6 @@ class Setting:
     micro_batches: int
     """Micro-batches of a rank in a step, at most."""
     gpu: bool
-    scale: float = 1.0
-    """Measured activations over forecast ones, from a probe."""
     compute_bytes: int = 4
     """Bytes of a weight in computing."""
     whole_gradients: bool = False
@@ -174,7 +172,7 @@ def peak_memory(strategy: Strategy, weights: Weights, trace: Trace, setting: Set
     # After the moments of the trace comes the end of the backward pass, or the optimizer's step.
     at_end = max(fixed.reducing, fixed.last_reduction, fixed.optimizer_step)
     buffers = fixed.prefetch + fixed.reducing * (trace.gradients > 0)
-    layers, head = trace.activations[[LAYERS, HEAD]] * setting.scale
+    layers, head = trace.activations[[LAYERS, HEAD]]
     changing = np.array(
         [
             [*(fixed.gradients * computed), fixed.gradients],
