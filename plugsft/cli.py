@@ -48,9 +48,7 @@ class _Command(_Plain, TyperCommand):
         except Exception as error:  # typer has click's own class, or a copy of it
             option = getattr(error, "option_name", "")
             if key := elsewhere(option.lstrip("-").replace("-", "_"), Recipe):
-                raise RecipeError(
-                    f"{option}: no such option; a recipe's key is {key}=..."
-                ) from None
+                raise RecipeError(f"{option}: no such option; write {key}=...") from None
             raise
 
 

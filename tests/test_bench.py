@@ -229,7 +229,7 @@ def test_two_rounds_are_too_few_and_small_differences_are_noise():
     assert times_as_fast([1.0] * 3, [1.1, 1.2, 1.4]).word == NOISE  # as far apart as from 1
     assert times_as_fast([1.0] * 3, [1.3, 1.3, 1.4]).word == FASTER
     assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
-    assert str(times_as_fast([1.0] * 3, [250.0] * 3)) == "250 x (250 to 250)"
+    assert str(times_as_fast([1.0] * 3, [250.0] * 3)) == "250.00 x (250.00 to 250.00)"
     assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
     assert spread([3.0]) == "3.000" and spread([3.0, 1.0, 2.0], ".0f") == "2 (1 to 3)"
 

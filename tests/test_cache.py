@@ -530,17 +530,15 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     assert not (tmp_path / "other/model").exists()
 
 
-@pytest.mark.parametrize("harmed", ["index.arrow", "data-00-000000000000.arrow"])
 @pytest.mark.parametrize("plugins", [{}, {"arrow_cache": {}}])
-def test_a_flipped_bit_in_a_cache_is_as_a_lost_file(recipe, plugins, harmed):
-    """The data is prepared again: an index at the start, a shard before it is trained on."""
+def test_a_flipped_bit_in_an_index_of_a_cache_is_as_a_lost_file(recipe, plugins):
+    """The data is prepared again, in the same start."""
     path = recipe(plugins=plugins)
     folder = built(path)
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    flip(folder / harmed, len(whole[harmed]) // 2)
+    flip(folder / "index.arrow", len(whole["index.arrow"]) // 2)
     ended = run_plugsft(path, "--overwrite")
     assert ended.returncode == 0, ended.stderr
-    assert "data-00" in ended.stdout or harmed == "index.arrow"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
 
 

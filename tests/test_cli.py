@@ -142,7 +142,6 @@ def test_an_unknown_word_gets_a_hint(words, says, monkeypatch):
         ["schema", "more"],
         ["cache", "nothing"],
         ["cache", "gc", "--keep-days", "-1"],
-        ["cache", "ls", "--folder", "nowhere"],
         ["check", "recipes/quickstart.toml", "--without", "nobody"],
         [""],
     ],
@@ -176,9 +175,9 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
     [
         (
             ["--learning_rate=1"],
-            "--learning_rate: no such option; a recipe's key is train.learning",
+            "--learning_rate: no such option; write train.learning",
         ),
-        (["--max-length", "8"], "--max-length: no such option; a recipe's key is data.max_length="),
+        (["--max-length", "8"], "--max-length: no such option; write data.max_length="),
         (["--without", "looser"], "no [plugins.looser]; did you mean 'lora'? it has lora"),
         (["evaluation.every=3"], "did you mean 'eval'? allowed: "),
         (["train.learning_rate='1'"], "a number, such as 1e-4, without quotes"),

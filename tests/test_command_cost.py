@@ -72,7 +72,7 @@ def test_a_short_answer_imports_nothing_heavy(tmp_path):
     ]
     answers = [
         *(["--help"], ["train", "--help"], ["plugins", TULU], ["plugins"], ["schema"]),
-        ["cache", "ls", "--folder", run],
+        ["cache", "ls"],
         *(["show", recipe] for recipe in sorted(ROOT.glob("recipes/*.toml"))),
     ]
     words = mistakes + answers

@@ -154,7 +154,6 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
         ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate cannot use its settings: 'X' is not"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
-        ({"PLUGSFT_OWN_PLUGINS": '{"a": 1}'}, "has a wrong PLUGSFT_OWN_PLUGINS, which calls from"),
     ],
 )
 def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, says):

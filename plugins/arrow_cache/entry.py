@@ -48,8 +48,6 @@ class Entry:
             with suppress(OSError):
                 os.utime(manifest)  # the time of the last use
         artefact = self.read(self.folder, in_memory)
-        if self.read_only and hasattr(artefact, "rebuild"):
-            artefact.rebuild = None
         with suppress(OSError):  # a file system without locks
             lock = os.open(manifest, os.O_RDONLY)
             weakref.finalize(artefact, os.close, lock)

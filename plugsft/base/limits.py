@@ -1,11 +1,10 @@
-"""Limits on the size and nesting of files that users give.
+"""Limits on the nesting of files that users give.
 
 Beyond a few hundred levels, Python's own functions (JSON, TOML, copy, repr) raise RecursionError,
 each at another depth. So depth is checked once, on reading.
 """
 
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,6 @@ DEPTH = 200
 """Most levels of JSON in data; also the limit of pydantic's parser, which is tried first."""
 TABLES = 64
 """Most levels of tables and lists in a recipe."""
-MAX_BYTES = 1 << 28
-"""Most bytes of a settings file."""
 
 
 class NestedTooDeep(ValueError):
@@ -59,14 +56,8 @@ def check_depth(value: Any, most: int) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Read a small text file; raise ValueError if it is too large or not UTF-8."""
-    with path.open("rb") as file:
-        # Python allocates all bytes that read() asks for, even if the file is smaller.
-        size = os.fstat(file.fileno()).st_size or MAX_BYTES  # a pipe has no size
-        raw = file.read(min(size, MAX_BYTES) + 1)
-    if len(raw) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return raw.decode("utf-8-sig")  # editors of Windows write a mark first
+    """Read a text file; raise ValueError if it is not UTF-8."""
+    return path.read_bytes().decode("utf-8-sig")  # editors of Windows write a mark first
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""This machine's cores, memory and disk, and this process's rank."""
+"""This machine's cores, memory and disk, and this process's rank; limits of cgroups, version 2."""
 
 import os
 import platform
 import re
 import resource
 import shutil
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,9 +94,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 def num_cores() -> int:
     """Return the usable cores: the affinity mask, or the container's quota if less."""
-    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = (_cgroup("cpu.max") or _cgroup_v1_quota()).split()
-    if len(quota) == 2 and quota[0] != "max":
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cgroup("cpu.max").split()
+    if quota and quota[0] != "max":
         allowed = min(allowed, max(1, int(quota[0]) // int(quota[1])))
     return allowed
 
@@ -105,20 +104,18 @@ def num_cores() -> int:
 def memory_limit() -> int:
     """Return the usable bytes of memory: the machine's, or the container's if less."""
     total: int = psutil.virtual_memory().total
-    limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
+    limit = _cgroup("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory() -> int:
     """Return the bytes of memory for new data, also within a container's or job's limit."""
     available: int = psutil.virtual_memory().available
-    # In version 2 of cgroups a process has one group, in version 1 one for memory.
-    for tree, path in re.findall(r":(memory|):(/.*)", _text("/proc/self/cgroup")):
-        names = ("limit_in_bytes", "usage_in_bytes") if tree else ("max", "current")
+    for path in re.findall(r"^0::(/.*)", _text("/proc/self/cgroup"), re.M):
         for group in (Path(path), *Path(path).parents):
-            limit, used = (_cgroup(f"{tree}{group}/memory.{name}") for name in names)
+            limit, used = (_cgroup(f"{group}/memory.{name}") for name in ("max", "current"))
             if limit.isdigit() and used.isdigit():
-                facts = _cgroup(f"{tree}{group}/memory.stat")
+                facts = _cgroup(f"{group}/memory.stat")
                 cached = map(int, re.findall(r"^(?:in)?active_file (\d+)", facts, re.M))
                 available = min(available, int(limit) - int(used) + sum(cached))
     return available
@@ -126,11 +123,10 @@ def available_memory() -> int:
 
 def peak_memory() -> int:
     """Return this process's peak memory in bytes."""
-    # On Linux a process inherits ru_maxrss from its parent.
+    # A process inherits ru_maxrss from its parent.
     if match := re.search(r"VmHWM:\s*(\d+)", _text("/proc/self/status")):
         return int(match[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_disk(folder: Path) -> int:
@@ -138,12 +134,6 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _cgroup_v1_quota() -> str:
-    """Return the quota of cgroup version 1, in the format of version 2."""
-    quota, period = (_cgroup(f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return f"{quota} {period}" if quota.isdigit() else ""
 
 
 def _cgroup(name: str) -> str:

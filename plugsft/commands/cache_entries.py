@@ -14,11 +14,12 @@ from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Claims, build_folders
 from ..base.checksums import cache_folder
 from ..base.console import format_size, print_table, say
-from ..base.errors import DataError, DiskError, PlugsftError, reason_of
+from ..base.errors import DataError, DiskError, reason_of
 from ..base.limits import read_json_object
-from ..output.folder import suggest_name
 from ..tokens.store import Tokens
 
+TOKENS = "tokens"
+"""The folder of prepared data in the cache."""
 NAME = re.compile("[0-9a-f]{16}")
 """The name of an entry: the digest of its key."""
 UNFINISHED = re.compile(r"\.(.+?)\.(?:claim|parts)-.+")
@@ -42,9 +43,9 @@ class Entry:
         return f"{self.facts['kind']} of {names}" if "kind" in self.facts else names
 
 
-def ls(folder: Path | None) -> None:
+def ls() -> None:
     """Print a line for each entry, the last used first."""
-    home = tokens_folder(folder)
+    home = cache_folder() / TOKENS
     listed = list(entries(home))
     rows = [["key", "rows", "tokens", "size", "last used", "state", "sources"]]
     rows += [
@@ -66,9 +67,9 @@ def ls(folder: Path | None) -> None:
     say(f"{home}: {_count(listed)}, {format_size(sum(entry.size for entry in listed))}{note}")
 
 
-def gc(folder: Path | None, keep_days: float | None) -> None:
+def gc(keep_days: float | None) -> None:
     """Remove entries that are unused for long, and unfinished builds of dead processes."""
-    home = tokens_folder(folder)
+    home = cache_folder() / TOKENS
     removed, freed = 0, 0
     for entry in list(entries(home)):
         name, size = entry.folder.name, format_size(entry.size)
@@ -137,13 +138,6 @@ def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
 def _being_built(home: Path) -> set[str]:
     matches = (UNFINISHED.fullmatch(path.name) for path in home.glob(".*"))
     return {match[1] for match in matches if match}
-
-
-def tokens_folder(folder: Path | None) -> Path:
-    """Return the folder of prepared data in a cache folder; default: the user's."""
-    if folder and not folder.is_dir():
-        raise PlugsftError(f"--folder {folder}: no such folder{suggest_name(folder)}")
-    return (folder or cache_folder()) / "tokens"
 
 
 def _size(folder: Path) -> int:

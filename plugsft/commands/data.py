@@ -51,21 +51,14 @@ def inspect(
     inspect_data(loaded, active, recipe.stem, rows, first - 1, everything, html)
 
 
-CacheFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft."),
-]
-
-
-def ls(folder: CacheFolder = None) -> None:
-    """List the entries, the last used first."""
+def ls() -> None:
+    """List the entries of the cache ($PLUGSFT_CACHE or ~/.cache/plugsft), the last used first."""
     from . import cache_entries
 
-    cache_entries.ls(folder)
+    cache_entries.ls()
 
 
 def gc(
-    folder: CacheFolder = None,
     keep_days: Annotated[
         float | None,
         typer.Option(metavar="N", min=0, help="Remove entries unused for this many days."),
@@ -74,4 +67,4 @@ def gc(
     """Remove unfinished builds and, with --keep-days, entries that are unused for long."""
     from . import cache_entries
 
-    cache_entries.gc(folder, keep_days)
+    cache_entries.gc(keep_days)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.atomic import IsComplete, damage, is_whole
+from ..base.atomic import IsComplete, is_whole
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, hide_query, say
@@ -263,12 +262,7 @@ def _prepare_tokens(
             with_others(work, sources, folder, is_complete)
         return once(folder, is_complete, fill=fill)
 
-    def read(folder: Path, in_memory: bool = False) -> Tokens:
-        tokens = Tokens(folder, in_memory)
-        tokens.rebuild = partial(build, folder, lambda made: damage(made) is None)
-        return tokens
-
-    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=read), work)
+    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     weights = tokens.columns.get(WEIGHT)

@@ -1,7 +1,6 @@
 """What bench, tune and plan share: rounds, ratios, machines, tables; and the figures of a bench."""
 
 import json
-import math
 import platform
 import random
 import re
@@ -62,8 +61,7 @@ class Ratio:
         return FASTER if self.middle > 1 else SLOWER
 
     def __str__(self) -> str:
-        digits = max(0, 2 - max(0, math.floor(math.log10(self.middle))))
-        return spread(self.rounds, f",.{digits}f", " x")
+        return spread(self.rounds, ",.2f", " x")
 
 
 def spread(values: Sequence[float], form: str = ".3f", unit: str = "") -> str:

@@ -67,6 +67,6 @@ def _weights(model: Model) -> int | None:
         except Exception:  # any error of the hub: the model is not on this machine
             return None
         folder = Path(snapshot)
-    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     stored = getattr(load_config(model).dtype, "itemsize", BYTES[model.dtype])
-    return sum(path.stat().st_size for path in files) * BYTES[model.dtype] // stored or None
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return size * BYTES[model.dtype] // stored or None

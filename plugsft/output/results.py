@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.text import Text
-
-from ..base.console import out, print_table, say
+from ..base.console import print_table, say
 from ..base.errors import PlugsftError
 from ..recipe.parse import differences, flatten
 from .folder import how_to_continue, read_recipe, read_run
@@ -26,8 +24,7 @@ TIME = re.compile(r"\b[\d.,]+ (ms|s|min)\b")
 
 def show_run(folder: Path) -> None:
     """Print the results of a run."""
-    for name, text in summarize(folder):
-        out.print(Text.assemble((f"{name:<10}", "bold"), text))
+    print_table(summarize(folder))
 
 
 def summarize(folder: Path) -> list[tuple[str, str]]:

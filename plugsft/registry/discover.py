@@ -54,13 +54,8 @@ def find() -> dict[str, FoundPlugin]:
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
         found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
-    try:
-        for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
-            found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
-    except Exception as error:  # a text of any kind may stand there
-        raise PluginError(
-            f"the environment has a wrong {OWN}, which calls from Python set; unset it"
-        ) from error
+    for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
+        found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
     return found
 
 

@@ -6,7 +6,7 @@ is compared, so that a flipped bit ends the run before it is trained on.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from ..base.console import say
 from ..base.errors import DataError, PluginError, reason_of
 from ..base.limits import path_inside
 from ..base.types import Ints
@@ -50,8 +49,6 @@ class Tokens:
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder, self._in_memory = folder, in_memory
-        self.rebuild: Callable[[], object] | None = None
-        """Prepares the same tokens again where a shard is damaged, if that may be."""
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
             self.facts = read_facts(facts_file.read_text(encoding="utf8"))
@@ -170,16 +167,6 @@ class Tokens:
         return offsets_of([source["examples"] for source in self.facts["sources"]])
 
     def _open_shard(self, shard: int) -> Views:
-        try:
-            return self._map_shard(shard)
-        except DataError:
-            if self.rebuild is None:
-                raise
-        say(f"warning: {self._files[shard]}: damaged; preparing the tokens of its folder again")
-        self.rebuild()
-        return self._map_shard(shard)
-
-    def _map_shard(self, shard: int) -> Views:
         with self._explain_damage(self._files[shard]):
             buffer = self._open(self._files[shard], self.facts["shards"][shard]["checksum"])
             batch = pa.ipc.open_stream(buffer).read_next_batch()

@@ -308,7 +308,7 @@ def test_eight_processes_and_random_kills(noted, home, tmp_path):
         assert all(f"tokens: {entry}" in survivor.stdout for survivor in survivors) and survivors
         assert sum("from cache" not in survivor.stdout for survivor in survivors) <= 1
         assert damage(entry) is None and content(Tokens(entry)) == content(Tokens(reference))
-        result = run_plugsft("cache", "gc", "--folder", home.parent)
+        result = run_plugsft("cache", "gc", env={"PLUGSFT_CACHE": str(home.parent)})
         assert result.returncode == 0 and [*home.iterdir()] == [entry], result
         shutil.rmtree(entry)
     assert killed >= ROUNDS
