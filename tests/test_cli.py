@@ -81,7 +81,7 @@ def test_the_cache_has_commands_of_its_own():
     for name in names:
         result = run_plugsft("cache", name, "--help")
         assert result.returncode == 0 and f"Usage: plugsft cache {name}" in result.stdout
-        assert "FOLDER" in result.stdout and "<" not in result.stdout
+        assert "<" not in result.stdout
     with pytest.raises(RecipeError, match="did you mean 'cache'"):
         cli.with_command(["cahce"])
 
