@@ -3,14 +3,12 @@
 import io
 import os
 import shlex
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -125,8 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_libraries()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows codes
         sys.stdout.reconfigure(errors="backslashreplace")
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
     try:
         app(with_command(words), prog_name="plugsft")
     except Exception as error:
@@ -134,14 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if refused is None:
             raise
         _leave(refused)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End at Ctrl-C: at once during an import, where libraries would end with a traceback."""
-    files = (caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
-    if any("importlib._bootstrap" in file for file in files):
-        os._exit(128 + number)
-    signal.default_int_handler(number, frame)
 
 
 def with_command(words: list[str]) -> list[str]:

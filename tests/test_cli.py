@@ -188,14 +188,6 @@ def test_a_mistake_on_the_command_line_is_answered_with_what_there_is(words, say
     assert says in capsys.readouterr().err
 
 
-def test_ctrl_c_during_an_import_ends_without_a_traceback(tmp_path):
-    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
-    code = "import signal, plugsft.cli as it; signal.signal(signal.SIGINT, it._interrupt)\n"
-    command = [sys.executable, "-c", f"{code}import slow"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
-    assert (done.returncode, done.stderr) == (130, b"")
-
-
 def test_a_third_ctrl_c_ends_a_waiting_rank_without_a_traceback(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

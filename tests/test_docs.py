@@ -4,7 +4,6 @@ Most commands run as written, once, whatever the number of pages that name them.
 the others and the reason: of these, only the words, the options and the files are checked.
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -13,7 +12,7 @@ import tomllib
 
 import pytest
 import typer
-from conftest import FULL, ROOT, run_launch, run_plugsft, write_recipe
+from conftest import FULL, ROOT, run_here, run_launch, run_plugsft, write_recipe
 from pages import (
     BLOCK,
     COMMANDS,
@@ -130,16 +129,11 @@ def test_the_code_of_the_python_page_runs(place, monkeypatch, capsys):
     assert "did you mean 'batch_size'?" in capsys.readouterr().out
 
 
-def test_a_csv_becomes_rows_as_troubleshooting_says(tmp_path, monkeypatch):
-    code, recipe = (
-        next(text for page, text in blocks(language) if page.stem == "troubleshooting")
-        for language in ("python", "toml")
-    )
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "qa.csv").write_text("question,answer\nWho?,Nobody\n")
-    exec(compile(code, "docs/troubleshooting.md", "exec"), {})
-    row = json.loads((tmp_path / "qa.jsonl").read_text())
-    assert {*row} == {*tomllib.loads(recipe)["data"]["columns"].values()}
+def test_a_csv_is_a_source_as_troubleshooting_says(tiny, tmp_path):
+    recipe = next(text for page, text in blocks("toml") if page.stem == "troubleshooting")
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "Who?,Nobody\n" * 8)
+    data = tomllib.loads(recipe)["data"] | {"source": str(tmp_path / "qa.csv")}
+    assert run_here("prepare", tiny(data=data)) == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -7,8 +7,6 @@ checks under the oldest versions too.
 
 import ast
 from collections.abc import Callable, Iterator
-from importlib.metadata import distributions
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -578,11 +576,6 @@ def data_of_the_hub_has_a_fingerprint():
     assert one._fingerprint == same._fingerprint != other._fingerprint
 
 
-def a_package_has_a_folder_and_a_name():
-    package = next(it for it in distributions() if it.name == "torch")
-    assert Path(package._path, "METADATA").is_file() and package._normalized_name == "torch"
-
-
 OTHERS = {
     "_register_custom_module": Use(
         "plugins/lora/adapters.py",
@@ -611,14 +604,6 @@ OTHERS = {
         "plugsft/data/readers/dataset.py",
         "whether data of the hub has changed",
         data_of_the_hub_has_a_fingerprint,
-    ),
-    **dict.fromkeys(
-        ("_path", "_normalized_name"),
-        Use(
-            "plugsft/base/errors.py",
-            "the folder and the name of a package whose metadata nobody can read",
-            a_package_has_a_folder_and_a_name,
-        ),
     ),
 }
 """Names of peft, accelerate, datasets and Python."""

@@ -9,12 +9,20 @@ from ..base.console import say
 from .options import RECIPES, Overrides, RecipeFile, Without, complete_recipe, same_words
 
 
+def complete_kind(incomplete: str) -> list[str]:
+    """Complete the name of a bundled recipe."""
+    from .starting_files import kinds
+
+    return [kind for kind in kinds() if kind.startswith(incomplete)]
+
+
 def init(
     kind: Annotated[
         str,
         typer.Argument(
             metavar="KIND",
             help="sft, lora, dpo, ...; without it, all are listed.",
+            autocompletion=complete_kind,
         ),
     ] = "",
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path(),

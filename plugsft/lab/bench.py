@@ -154,6 +154,10 @@ def bench(
         "rounds": [],
     }
     running = BenchRun(contenders, instead, file, report)
+    if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
+        raise RecipeError(
+            f"{file} was not written by plugsft bench; give another folder (output=...)"
+        )
     if file.exists() and not overwrite:
         raise RecipeError(f"{file} exists; add --overwrite, or give another output=...")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from plugsft.base.machine import look
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
+from plugsft.data.formats import ROLES
 from plugsft.data.pairs import split_pair
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -230,7 +231,7 @@ def test_bad_rows_are_named_with_their_side(prepared):
         "'rejected' is null": [1],
         "chosen: an empty turn of the assistant": [2],
         "chosen and rejected are not both texts, or both lists of turns": [3],
-        "rejected: unknown role 'nobody'": [4],
+        "rejected: unknown role 'nobody'; known are " + ", ".join(ROLES): [4],
     }
     # Where all of the rows that are looked at are bad, too, it is they that are told.
     with pytest.raises(DataError, match=r"line 1: chosen and rejected are not both "):

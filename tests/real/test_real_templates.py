@@ -69,7 +69,7 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
     )
     counts = Counter()
     for row, number, of, tokens, drawn in zip(*(examples[n::5] for n in range(1, 6)), strict=True):
-        turns = rows[int(row)]["messages"][: 2 * int(number)]
+        turns = rows[int(row) - 1]["messages"][: 2 * int(number)]
         asked, told = (re.sub(r"\s", "", turn["content"]) for turn in turns[-2:])
         text = re.sub(r"^[ ^~]+$|\s|[␣⏎]", "", drawn, flags=re.M)
         prompt, _, answer = text.partition("<|im_start|>assistantanswer")
@@ -79,7 +79,7 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
         counts[row] += 1
         assert counts[row] == int(number) <= int(of) and int(tokens) <= 500
     total = sum(counts.values())
-    assert total > 10 and counts.keys() == {"0", "1", "2"}
+    assert total > 10 and counts.keys() == {"1", "2", "3"}
     unrolled = f"3 chats unrolled into {total} examples, one for each trained turn, at "
     assert f"\nchats      {unrolled}" in shown
     assert re.search(r"^warning    lines? [1-3, ]+: no trained token, or two equal", shown, re.M)
