@@ -168,12 +168,14 @@ BEST = """
 """
 
 
+EACH_STEP = {"rows": chats(24), "train": TRAIN, "eval": {"split": "train[:4]", "every": 1}}
+"""Evaluates after each step."""
+
+
 def test_a_resume_does_not_repeat_an_evaluation(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", told=BEST), monkeypatch)
     recipe = tiny(
-        rows=chats(24),
-        train=TRAIN,
-        eval={"split": "train[:4]", "every": 1},
+        **EACH_STEP,
         checkpoint={"every": 2, "keep": 9},
         plugins={"told": {"values": [0.0] * 6}},
     )
@@ -185,9 +187,7 @@ def test_a_resume_does_not_repeat_an_evaluation(tiny, tmp_path, monkeypatch):
 def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", told=BEST), monkeypatch)
     recipe = tiny(
-        rows=chats(24),
-        train=TRAIN,
-        eval={"split": "train[:4]", "every": 1},
+        **EACH_STEP,
         checkpoint={"every": 1, "keep": 1, "keep_best": "eval_told", "best": "highest"},
         plugins={"told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
     )

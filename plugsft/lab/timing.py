@@ -109,10 +109,9 @@ def as_json(report: Mapping[str, Any]) -> str:
 
 def processor() -> str:
     """The name of the processor, which Python knows on few systems."""
-    known = Path("/proc/cpuinfo")
-    text = known.read_text(encoding="utf8") if known.exists() else ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf8")
     names = re.findall(r"^model name\s*: (.+)$", text, re.M)
-    return names[0] if names else platform.processor() or platform.machine()
+    return names[0] if names else platform.machine()
 
 
 Figures = dict[str, Any]

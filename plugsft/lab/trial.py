@@ -107,7 +107,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
 def limit_memory(limit: int) -> None:
     """Limit the memory of this process (0: no limit)."""
     used = psutil.Process().memory_info()
-    if limit and sys.platform == "linux":
+    if limit:
         if used.rss >= limit:  # a thread that gets no memory would be waited for, for ever
             raise MemoryError
         # Libraries reserve gigabytes that they never touch; these do not count.

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import sys
 
 LAUNCHER_ENDED = signal.SIGUSR2
 """What the system sends to a rank when its launcher ends; without a handler, it ends the rank."""
@@ -34,7 +33,7 @@ def watch_launcher() -> None:
     Processes without a launcher, such as a shell's background jobs, are not watched: they go on
     when their shell ends.
     """
-    if sys.platform == "linux" and (by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ):
+    if by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
         if os.getppid() != launcher:  # it ended a moment ago
