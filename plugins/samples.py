@@ -30,15 +30,16 @@ class Samples:
     every: Annotated[int, Field(ge=1)] | None = None
     """Steps between samples; the last step has some too."""
     evaluations: bool = True
-    """Whether to answer after each evaluation as well."""
+    """Whether to answer after each evaluation as well; eval.at_start gives the untrained model's
+    answers."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens of the longest answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: always the likeliest token."""
 
     chats: list[Prompt] = state([])
-    answered: int = state(0)
-    """The last step with samples."""
+    answered: int | None = state()
+    """The last step with samples; 0 is before step 1."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -68,7 +69,7 @@ class Samples:
     @hookimpl
     def summary(self) -> str | None:
         """Report how many prompts were answered, and when last."""
-        if not self.answered:
+        if self.answered is None:
             return None
         return f"{len(self.chats)} prompts answered, the last time after step {self.answered}"
 

@@ -24,7 +24,7 @@ def train(run: Run) -> None:
     """Train to the last step, from step 1 or from the step after a checkpoint."""
     # At the end, however it comes: save, stop loading batches, then close the record.
     with run.lifecycle(), closing(run.global_batches()) as global_batches, saving_at_failure(run):
-        evaluate(run)  # if a stop cut the last evaluation short
+        evaluate(run)  # before step 1, or where a stop cut the last evaluation short
         for batch in global_batches:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
@@ -155,7 +155,10 @@ def update_weights(run: Run, batch: GlobalBatch, numbers: Numbers) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate after the last finished step, if that is due; a signal cuts it short."""
+    """Evaluate after the last finished step, or before the first, if that is due.
+
+    A signal cuts it short.
+    """
     if not run.evaluation_due():
         return
 
@@ -189,7 +192,7 @@ def evaluation_losses(run: Run) -> list[Tensor]:
                         return losses
                     batch_losses.append(compute_loss(run, micro_batch, denominator=1))
             losses += batch_losses
-            advance(batch.plan.examples, f"after step {run.step}")
+            advance(batch.plan.examples, f"after step {run.step}" if run.step else "before step 1")
     return losses
 
 

@@ -42,6 +42,8 @@ def test_plain_messages_are_not_copied():
     turns = [SYSTEM, ASK, TELL]
     talk = read_chat("messages", {"messages": turns, "id": 3})
     assert talk.messages is turns and not (talk.flags or talk.num_prompt)
+    assert read_chat("messages", {"messages": turns}, "another").messages == turns
+    assert read_chat("messages", {"messages": turns[1:]}, "be brief").messages == turns
 
 
 def test_sharegpt():
@@ -184,6 +186,8 @@ def test_prompts_are_never_trained():
     assert format_of(row) == "chat completion"
     talk = read_chat("chat completion", row)
     assert talk.messages == [ASK, TELL, ASK, TELL] and talk.num_prompt == 3
+    talk = read_chat("chat completion", row, "be brief")
+    assert talk.messages == [SYSTEM, ASK, TELL, ASK, TELL] and talk.num_prompt == 4
 
 
 def test_turns_without_words():

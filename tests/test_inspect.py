@@ -110,7 +110,8 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     assert shown.count(", truncated\n") == facts["truncated"]["count"]
     # The lengths are those before anything is cut.
     whole = prepare_tokens(tiny(chats(40))).lengths
-    bars = re.findall(r"^ *(\d+) - +(\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
+    bars = re.findall(r"^ *(\d+) - +(\d+) +(\d+)  ▇*(?: too long)?$", shown, re.MULTILINE)
+    assert shown.count(" too long\n") == 1 and "51" in next(zip(*bars, strict=True))
     for low, high, count in np.array(bars, int):
         assert count == np.sum((low <= whole) & (whole <= high))
     assert sum(int(count) for *_, count in bars) == 40
@@ -189,15 +190,17 @@ LENGTHS = st.lists(st.integers(2, 5_000), min_size=1, max_size=60).map(np.array)
 
 
 @settings(deadline=None)
-@given(LENGTHS)
-def test_bins_hold_every_length_once(lengths):
-    bins = histogram(lengths)
+@given(LENGTHS, st.integers(2, 6_000))
+def test_bins_hold_every_length_once_and_end_at_the_longest_that_fits(lengths, longest):
+    bins = histogram(lengths, longest)
     assert len(bins) <= 14 and bins[0][2] and bins[-1][2]
     for low, high, count in bins:
         assert count == np.sum((low <= lengths) & (lengths <= high))
     assert sum(count for *_, count in bins) == len(lengths)
-    width = bins[0][1] - bins[0][0] + 1
-    assert all(high - low + 1 == width for low, high, _ in bins)
+    ends = [high for _, high, _ in bins]
+    assert longest in ends or not lengths.min() <= longest < lengths.max()
+    widths = {high - low + 1 for low, high, _ in bins if high < min(longest, lengths.max())}
+    assert len(widths) <= 1, "but for the last that fits"
     assert all(one[1] + 1 == other[0] for one, other in pairwise(bins))
     points = quantiles(lengths)
     assert points["longest"] == lengths.max() and set(points.values()) <= {*lengths.tolist()}
@@ -205,9 +208,14 @@ def test_bins_hold_every_length_once(lengths):
 
 
 def test_few_rows_make_few_bins(tiny, inspect):
-    assert histogram(np.array([37])) == [(37, 37, 1)]
-    assert histogram(np.array([37, 37, 37])) == [(37, 37, 3)]
-    assert histogram(np.array([10, 1000])) == [(10, 340, 1), (341, 671, 0), (672, 1002, 1)]
+    assert histogram(np.array([37]), 99) == [(37, 37, 1)]
+    assert histogram(np.array([37, 37, 37]), 37) == [(37, 37, 3)]
+    assert histogram(np.array([10, 1000]), 999) == [
+        (10, 339, 1),
+        (340, 669, 0),
+        (670, 999, 0),
+        (1000, 1000, 1),
+    ]
     shown = inspect(tiny([TALK]), rows=0)
     assert re.search(r"^ +(\d+)  1  ▇{40}$", shown, re.MULTILINE), shown
     assert "its only row" in shown
@@ -426,7 +434,7 @@ def test_the_page_says_what_the_terminal_says(tiny, tmp_path, inspect):
         assert line.removeprefix(f"{label:<11}") in said
     for warning in re.findall(r"^warning +(.*)$", shown, re.MULTILINE):
         assert warning in said
-    bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
+    bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*(?: too long)?$", shown, re.MULTILINE)
     assert bins and all(f"{span} {count}" in said for span, count in bins)
     assert "31 of 31 rows examined" in said and "max_length 40" in said
 

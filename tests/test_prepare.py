@@ -183,7 +183,7 @@ def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(r
     reason = "no trained token, or two equal answers, within data.max_length; left out"
     assert not tokens.facts["bad_rows"]
     assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
-    assert "0 bad rows" in prepare.summarize(tokens.facts, "prepared")
+    assert "0 rows left out" in prepare.summarize(tokens.facts, "prepared")
     assert f"warning: data: row 2: {reason}" in capsys.readouterr().out
     with pytest.raises(DataError, match=rf"line 1: {reason}\. Raise data.max_length$"):
         run([LATE])

@@ -1,16 +1,11 @@
-"""Sources at s3:// and http://: read by ranges, refused with the cure, noticed when they change."""
+"""Sources at s3://: read by ranges, refused with the cure, noticed when they change."""
 
-import functools
 import gzip
-import http.server
 import json
 import os
 import pickle
-import re
-import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import datasets
@@ -18,7 +13,6 @@ import pytest
 from conftest import (
     chats,
     only_full,
-    read_metrics,
     run_plugsft,
     tiny_tables,
     write_jsonl,
@@ -73,55 +67,6 @@ def bucket(files):
     server.stop()
 
 
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """A web server with ranges, which counts what it sends and can cut connections."""
-
-    protocol_version = "HTTP/1.1"
-    sent, cuts, ranges, requests = 0, 0, True, 0
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.send_error(403)  # as an address that is signed for reading does
-
-    def do_GET(self):
-        cls = type(self)
-        cls.requests += 1
-        file = Path(self.translate_path(self.path))
-        if not file.is_file():
-            self.send_error(404)
-            return
-        content = file.read_bytes()
-        version = f'"{len(content)}-{file.stat().st_mtime_ns}"'
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-        self.send_response(206 if wanted and cls.ranges else 200)
-        if wanted and cls.ranges:
-            last = min(int(wanted[2]), len(content) - 1)
-            self.send_header("Content-Range", f"bytes {wanted[1]}-{last}/{len(content)}")
-            content = content[int(wanted[1]) : int(wanted[2]) + 1]
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", version)
-        self.end_headers()
-        if cls.cuts:
-            cls.cuts -= 1
-            content = content[: len(content) // 2]
-            self.close_connection = True
-        self.wfile.write(content)
-        cls.sent += len(content)
-
-
-@pytest.fixture(scope="module")
-def web(files):
-    """The address of a local web server."""
-    serve = functools.partial(Handler, directory=str(files))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """Count the bytes that are asked for."""
@@ -140,9 +85,8 @@ def opened(url, split="train"):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-@pytest.mark.parametrize("where", ["s3", "http"])
-def test_rows_are_read_by_ranges(files, bucket, web, asked, name, where):
-    rows = opened(f"s3://rows/{name}" if where == "s3" else f"{web}/{name}")
+def test_rows_are_read_by_ranges(files, bucket, asked, name):
+    rows = opened(f"s3://rows/{name}")
     size = (files / name).stat().st_size
     assert len(rows) == len(ROWS) and rows.identity == rows.identity
     if name == "rows.parquet":
@@ -176,9 +120,7 @@ def test_names_may_hold_letters_of_patterns(bucket):
     assert len(opened("s3://rows/letters/b?.jsonl")) == 2
 
 
-@pytest.mark.parametrize(
-    "url", ["https://bob:hunter2@host/a.jsonl", "https://hunter2@host/a", "s3://KEY:hunter2@b/a"]
-)
+@pytest.mark.parametrize("url", ["https://bob:hunter2@host/a.jsonl", "s3://KEY:hunter2@b/a"])
 def test_an_address_with_a_password_is_refused(tmp_path, url):
     """Recipes, logs and reports would show it."""
     tables = tiny_tables(tmp_path) | {"data": {"source": url}}
@@ -187,13 +129,8 @@ def test_an_address_with_a_password_is_refused(tmp_path, url):
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_signed_address_may_hold_an_at_sign(web):
-    url = f"{web}/rows.jsonl?X-Amz-Security-Token={'a' * 1000}&user=me@host"
-    assert opened(url, "train[:3]").read(0, 3) == ROWS[:3]
-
-
 @pytest.mark.parametrize(
-    "written", ["{web}/${{SECRET}}/rows.jsonl", "{web}/a.jsonl?$SECRET", "$WEB/a.jsonl"]
+    "written", ["s3://rows/${SECRET}/rows.jsonl", "s3://rows/a.jsonl?$SECRET", "$STORE/a.jsonl"]
 )
 @pytest.mark.parametrize(
     ("key", "command"),
@@ -204,41 +141,12 @@ def test_a_signed_address_may_hold_an_at_sign(web):
         ("model.path", "check"),
     ],
 )
-def test_no_recipe_sends_a_variable_to_a_server(web, tiny, key, command, written, monkeypatch):
+def test_no_recipe_sends_a_variable_to_a_store(tiny, key, command, written, monkeypatch):
     monkeypatch.setenv("SECRET", "hf_hunter2")
-    monkeypatch.setenv("WEB", web)
-    before = Handler.requests
-    result = run_plugsft(command, tiny(), f"{key}={written.format(web=web)}")
+    monkeypatch.setenv("STORE", "s3://rows")
+    result = run_plugsft(command, tiny(), f"{key}={written}")
     assert result.returncode == 2 and f"{key}: an address takes no environment" in result.stderr
-    assert Handler.requests == before and "hunter2" not in result.stderr
-
-
-def test_no_record_holds_a_signature_and_the_run_resumes(web, tiny, tmp_path):
-    query = "?a b|'c&X-Amz-Signature=hunter2"
-    path = tiny(
-        data={"source": f"{web}/part-0.jsonl{query}"},
-        eval={"source": f"{web}/part-1.jsonl{query}"},
-        train={"batch_size": 4, "steps": 4},
-        checkpoint={"every": 2},
-    )
-    run = tmp_path / "run"
-    for words in ([path], ["export", run, "--to", tmp_path / "exported"]):
-        result = run_plugsft(*words)
-        assert result.returncode == 0, result.stderr
-        assert "hunter2" not in result.stdout
-    texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file != path]
-    assert sum(f"{web}/part-0.jsonl".encode() in text for text in texts) >= 4
-    assert not [text for text in texts if b"hunter2" in text]
-    whole = read_metrics(run)
-    shutil.rmtree(run / "model")
-    shutil.rmtree(run / "checkpoints/step-000004")
-    # The run's own recipe needs its addresses; it then goes on as that of the user does.
-    sources = [
-        f"{key}.source={web}/part-{n}.jsonl{query}" for n, key in enumerate(["data", "eval"])
-    ]
-    result = run_plugsft(run / "recipe.toml", *sources, "--resume")
-    assert result.returncode == 0, result.stderr
-    assert [line["loss"] for line in read_metrics(run)] == [line["loss"] for line in whole]
+    assert "hunter2" not in result.stderr
 
 
 def test_a_changed_object_is_noticed(bucket, tmp_path):
@@ -251,61 +159,53 @@ def test_a_changed_object_is_noticed(bucket, tmp_path):
     )
 
 
-@pytest.mark.parametrize("where", ["s3", "http"])
 @pytest.mark.parametrize("name", ["changing.jsonl", "changing.parquet"])
-def test_an_object_that_changes_between_two_slices_is_refused(files, bucket, web, where, name):
+def test_an_object_that_changes_between_two_slices_is_refused(files, bucket, name):
     content = (files / f"rows{Path(name).suffix}").read_bytes()
-
-    def put(data):
-        if where == "http":
-            (files / name).write_bytes(data)
-        else:
-            bucket.pipe(f"rows/{name}", data)
-
-    put(content)
-    url = f"s3://rows/{name}" if where == "s3" else f"{web}/{name}"
+    bucket.pipe(f"rows/{name}", content)
+    url = f"s3://rows/{name}"
     part = pickle.loads(pickle.dumps(slices_of([opened(url)], Data(source="x"))[1]))
-    put(content.replace(b"owls", b"OWLS"))
+    bucket.pipe(f"rows/{name}", content.replace(b"owls", b"OWLS"))
     with pytest.raises(DataError, match=f"{url}: has changed while it was read; start again"):
         part.rows.read(5, 8)
-    (files / name).unlink() if where == "http" else bucket.rm(f"rows/{name}")
+    bucket.rm(f"rows/{name}")
     with pytest.raises(DataError, match=f"data: {url}: no such bucket, folder or object"):
         part.rows.read(5, 8)
 
 
-def test_names_and_files_of_other_kinds(files, bucket, web):
+def test_names_and_files_of_other_kinds(files, bucket):
     write_jsonl(files / "ünï 東.jsonl", ROWS[:3])
     bucket.put(str(files / "ünï 東.jsonl"), "rows/odd/ünï 東.jsonl")
     bucket.pipe("rows/odd/empty.jsonl", b"")  # many tools write empty parts
-    for url in (f"{web}/ünï 東.jsonl", "s3://rows/odd/ünï 東.jsonl", "s3://rows/odd/"):
+    for url in ("s3://rows/odd/ünï 東.jsonl", "s3://rows/odd/"):
         assert opened(url).read(0, 4) == ROWS[:3]
-    (files / "empty.parquet").touch()
-    (files / "packed.jsonl").write_bytes(gzip.compress((files / "rows.jsonl").read_bytes()))
+    bucket.pipe("rows/packed.jsonl", gzip.compress((files / "rows.jsonl").read_bytes()))
     for url, reason in {
-        f"{web}/empty.parquet": "is empty; name an object with rows",
         "s3://rows/odd/empty.jsonl": "is empty; name an object with rows",
-        f"{web}/packed.jsonl": "is compressed by gzip",
-        f"{web}/rows.csv": "use names that end with .jsonl or .parquet",
+        "s3://rows/packed.jsonl": "is compressed by gzip",
+        "s3://rows/odd/rows.csv": "no such bucket, folder or object",
+        "https://host/rows.jsonl": r"a file of a web server; download it \(curl -O\), and name",
     }.items():
         with pytest.raises(DataError, match=reason):
             len(opened(url))
 
 
-def test_cut_connections_are_tried_again(web, monkeypatch):
-    rows = opened(f"{web}/rows.jsonl")
+def test_cut_connections_are_tried_again(bucket, monkeypatch):
+    rows = opened("s3://rows/rows.jsonl")
     assert len(rows) == len(ROWS)
-    monkeypatch.setattr(Handler, "cuts", 2)
-    assert rows.read(0, 3) == ROWS[:3] and Handler.cuts == 0
-    monkeypatch.setattr(Handler, "cuts", 99)
+    store, cuts = remote._store, iter(range(2))
+
+    def cut(url):
+        if next(cuts, None) is not None:
+            raise ConnectionResetError("cut")
+        return store(url)
+
+    monkeypatch.setattr(remote, "_store", cut)
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    assert rows.read(0, 3) == ROWS[:3] and next(cuts, None) is None
+    cuts = iter(range(99))
     with pytest.raises(DataError, match="cannot be read after 5 tries"):
         rows.read(0, 3)
-
-
-def test_a_server_without_ranges_is_refused(web, monkeypatch):
-    monkeypatch.setattr(Handler, "ranges", False)
-    with pytest.raises(DataError, match="gives whole files only"):
-        opened(f"{web}/rows.jsonl", "train[:3]").read(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -314,13 +214,12 @@ def test_a_server_without_ranges_is_refused(web, monkeypatch):
         ("s3://missing/rows.jsonl", "no such bucket, folder or object"),
         ("s3://rows/missing.jsonl", "no such bucket, folder or object"),
         ("s3://rows/missing", "no such bucket, folder or object"),
-        ("WEB/missing.jsonl", "no such bucket, folder or object"),
-        ("s9://rows/rows.jsonl", "use s3, gs, hf or https"),
+        ("s9://rows/rows.jsonl", "use s3, gs or hf"),
     ],
 )
-def test_an_address_that_is_wrong_is_refused(bucket, web, url, reason):
+def test_an_address_that_is_wrong_is_refused(bucket, url, reason):
     with pytest.raises(DataError) as refused:
-        opened(url.replace("WEB", web))
+        opened(url)
     assert reason in str(refused.value) and "data.source: " in str(refused.value)
     assert "\n" not in str(refused.value)
 

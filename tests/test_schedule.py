@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics, run_plugsft, run_ranks
+from conftest import must_succeed, read_metrics, run_plugsft, run_ranks
 from plugin_packages import activate, install
 from transformers import TrainingArguments, get_scheduler
 
@@ -179,6 +179,29 @@ def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkey
     with trials(*load(recipe)) as runner:  # as `bench` and `tune` train
         trial = runner.run({}, steps=4)
     assert trial.of("learning_rate") == [1e-2, 1e-2, 5e-3, 5e-3]
+
+
+def test_a_rate_that_changes_within_a_run_may_be_given_at_a_resume(tiny, tmp_path):
+    recipe = tiny(train={"steps": 6, "learning_rate": 1e-2}, checkpoint={"every": 2, "keep": 9})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lower = "train.learning_rate_after.4=2e-3"
+    must_succeed(recipe, f"output={whole}", lower)
+    rates = [1e-2 * (6 - step) / 6 * (0.2 if step >= 4 else 1) for step in range(6)]
+    assert [line["learning_rate"] for line in read_metrics(whole)] == pytest.approx(rates)
+    must_succeed(recipe, f"output={parts}")
+    words = recipe, f"output={parts}", "--resume-from", parts / "checkpoints/step-000004"
+    refused = run_plugsft(*words, "train.learning_rate=0.002").stderr
+    assert "(the steps that are left take train.learning_rate_after.4=0.002)" in refused
+    assert "after.3 was not set and is 0.002" in run_plugsft(*words, lower.replace("4", "3")).stderr
+    assert (
+        "after.6: there is no learning rate to change after that step, of 6"
+        in run_plugsft(*words, lower.replace("4", "6")).stderr
+    )
+    must_succeed(*words, lower)
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (whole, parts)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    refused = run_plugsft(recipe, f"output={parts}", "--resume")
+    assert "train.learning_rate_after.4 was 0.002 and is not set" in refused.stderr
 
 
 SLOWER = """

@@ -189,10 +189,10 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     recipe = tiny(
         **EACH_STEP,
         checkpoint={"every": 1, "keep": 1, "keep_best": "eval_told", "best": "highest"},
-        plugins={"told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
+        plugins={"told": {"values": [9.0, 1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
     )
     run = tmp_path / "run"
-    done = must_succeed(recipe)
+    done = must_succeed(recipe, "eval.at_start=true")  # the untrained model is never the best
     assert "best: eval_told " in done.stdout and " at step 2; model/ has its weights" in done.stdout
     assert "saved: model of step 2" in done.stdout
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
@@ -201,7 +201,8 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     ]
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     evaluations = [line for line in lines if "eval_told" in line]
-    best = max(evaluations, key=lambda line: line["eval_told"])
+    assert evaluations[0]["step"] == 0
+    best = max(evaluations[1:], key=lambda line: line["eval_told"])
     assert best["step"] == 2
     record = read_record(run)
     assert record["best"] == {"step": 2, "eval_told": best["eval_told"]}
@@ -271,10 +272,10 @@ def test_a_signal_cuts_an_evaluation_short_and_a_resume_begins_with_it(
     recipe = tiny(
         rows=chats(24),
         train=TRAIN | {"batch_size": 4, "micro_batch": 1},
-        eval={"split": "train[:12]", "every": 1},
+        eval={"split": "train[:12]", "every": 1, "at_start": True},
         checkpoint={"keep_best": "eval_told", "best": "highest"},
         plugins={
-            "told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]},
+            "told": {"values": [0.5, 1.0, 3.0, 2.0, 2.5, 0.0, 0.5]},
             "early_stopping": of_told,
             "samples": {"prompts": ["Who?"], "every": 2, "max_tokens": 4},
             "cuts": {"at": -1},
@@ -301,8 +302,8 @@ def test_a_signal_cuts_an_evaluation_short_and_a_resume_begins_with_it(
 
     done = ended(whole)[0]
     assert done.returncode == 0 and done.stdout.count("4 of 12 examples, after step 1, about") == 1
-    assert [line["step"] for line in left_by(whole)[0]] == [1, 1, 2, 2, 3, 3, 4, 4]
-    at = 12 // ranks + 2
+    assert [line["step"] for line in left_by(whole)[0]] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    at = 24 // ranks + 2
     for stopped in ended(parts, f"plugins.cuts.at={at}"):
         assert stopped.returncode == 143, stopped.stderr
         said = "stopping after this micro-batch of the evaluation; then" in stopped.stderr

@@ -70,13 +70,21 @@ class FusedLoss:
         if not self.loss.proved:
             self.loss.prove(model.module)
         tokens = yield
+        weights = tokens.columns.get("weight")
         # Examples of weight 0 reach no batch.
-        if self.package == "liger" and not {*tokens.columns.get("weight", ())} <= {0, 1}:
+        weighs = weights is not None and not ((weights == 0) | (weights == 1)).all()
+        if self.package == "liger" and weighs:
             raise RecipeError(
                 'plugins.fused_loss: kernel = "liger" gives all positions the same weight, but the '
                 'rows have weights; set kernel = "auto", or data.ignore = ["weight"]'
             )
+        self.loss.counts &= not weighs
         return tokens
+
+    @hookimpl
+    def add_metrics(self) -> dict[str, Tensor]:
+        """Count the targets that the model found likeliest, where all weigh the same."""
+        return self.loss.take_hits()
 
     @hookimpl
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
@@ -90,9 +98,9 @@ class FusedLoss:
 
     @hookimpl
     def summary(self) -> str:
-        """Report the kernel, the transform, and the share of positions in the loss."""
-        made = "loss" in vars(self)
-        return "; ".join([self.chosen, *(self.loss.results() if made else ())])
+        """Report the kernel and the comparison."""
+        proved = self.loss.proved if "loss" in vars(self) else ""
+        return "; ".join(filter(None, [self.chosen, proved]))
 
     @cached_property
     def loss(self) -> HeadLoss:

@@ -57,15 +57,10 @@ class HeadLoss:
         self.exact = True
         """Whether the head computes in float32; set inside its forward, where autocast is known."""
         self.proved = ""
-        self.trained = self.positions = 0
-        """Positions that reached the head, and all positions."""
-
-    def results(self) -> list[str]:
-        """Return the transform, the comparison, and the share of positions in the loss."""
-        results = [*map(str, [*self.transforms.values()][:1]), self.proved]
-        if self.positions:
-            results.append(f"{self.trained / self.positions:.0%} of the positions reach the head")
-        return [*filter(None, results)]
+        self.counts = not package
+        """Whether to count the targets whose token is the likeliest, where losses are summed."""
+        self.hits: Tensor | None = None
+        """Their number so far."""
 
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Return the losses of a batch, computed inside the model's head."""
@@ -100,7 +95,6 @@ class HeadLoss:
         if hidden.shape[:2] != labels.shape:
             raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
         targets = labels.flatten()[places + 1]
-        self.trained, self.positions = self.trained + len(places), self.positions + labels.numel()
         trained = hidden.flatten(0, 1).index_select(0, places)
         weight, bias = head.weight, head.bias
         dtype = compute_dtype(trained, weight)
@@ -111,8 +105,16 @@ class HeadLoss:
             return call_package(self._package, *inputs)
         chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
         chunk = self._chunk or max(1, chunk_bytes // (4 * len(weight)))
-        positions = (trained, weight, bias, targets, transform, chunk, dtype)
+        if summed and self.counts and self.hits is None:
+            self.hits = targets.new_zeros(())
+        hits = self.hits if summed else None
+        positions = (trained, weight, bias, targets, transform, chunk, dtype, hits)
         return fused_head.fused_loss(fused_head.Positions(*positions), summed)
+
+    def take_hits(self) -> dict[str, Tensor]:
+        """Return how many targets had the likeliest token, and count anew."""
+        hits, self.hits = self.hits, None
+        return {} if hits is None else {"mean_token_accuracy": hits}
 
     @torch.no_grad()
     def prove(self, model: Module) -> None:
@@ -120,7 +122,7 @@ class HeadLoss:
 
         Logits are taken from the model itself: its wrappers may round them.
         """
-        causal, training, counts = unwrap(model), model.training, (self.trained, self.positions)
+        causal, training = unwrap(model), model.training
         head, batch, outputs = head_of(causal), random_batch(causal), list[Tensor]()
         hook = causal.register_forward_hook(
             lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
@@ -145,7 +147,7 @@ class HeadLoss:
                 # FSDP2 frees the head's gathered weight in a backward pass, which does not come.
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        self.trained, self.positions = counts
+        self.take_hits()
         difference = abs(float(fused / plain) - 1)
         if not difference <= (1e-4 if self.exact else 2e-2):
             raise RecipeError(

@@ -35,7 +35,6 @@ class Tracker:
     """One for each tracker."""
     samples: Any = state()
     """The samples of the run that are not sent yet."""
-    sent: str = state("")
 
     @hookimpl
     def check(self, recipe: Recipe, machine: Machine) -> None:
@@ -43,8 +42,6 @@ class Tracker:
         from .requirements import find_problem
 
         self.recipe = recipe
-        if repeated := sorted({kind for kind in self.to if self.to.count(kind) > 1}):
-            raise RecipeError(f"to: '{repeated[0]}' is listed twice")
         if self.folder and not {"tensorboard", "wandb"} & {*self.to}:
             raise RecipeError("folder: only tensorboard and wandb use it; remove it")
         if machine.is_main and (problems := [*filter(None, map(find_problem, self.to))]):
@@ -57,7 +54,7 @@ class Tracker:
         from .senders import start_senders
 
         if run.is_main:
-            self.samples = NewSamples(run.output / "samples.jsonl", run.step)
+            self.samples = NewSamples(run.output / "samples.jsonl", run.step or -1)
             self.senders = start_senders(self, self.recipe, run.step)
 
     @hookimpl
@@ -69,7 +66,6 @@ class Tracker:
         for sender in self.senders:
             sender.send(run.step, results(run.facts))
             sender.finish(status)
-        self.sent = "; ".join(sender.describe() for sender in self.senders)
 
     @hookimpl
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
@@ -81,7 +77,7 @@ class Tracker:
     @hookimpl
     def summary(self) -> str:
         """Report how many entries were sent, and how many were lost."""
-        return self.sent
+        return "; ".join(sender.describe() for sender in self.senders)
 
     def _send_samples(self) -> None:
         """Send the samples that another plugin has added to the output."""

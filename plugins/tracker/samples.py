@@ -4,6 +4,7 @@ import importlib
 import json
 from contextlib import suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 Samples = list[tuple[str, str]]
@@ -37,17 +38,12 @@ def log_samples(kind: str, tracker: Any, step: int, samples: Samples) -> None:
         table = importlib.import_module("wandb").Table(["prompt", "answer"], samples)
         tracker.log({"samples": table, "step": step})
         return
-    text = "\n\n".join(
-        f"Prompt:\n\n{indent(prompt)}\n\nAnswer:\n\n{indent(answer)}" for prompt, answer in samples
-    )
+    # Indented, Markdown shows them as they are.
+    shown = [[indent(text, "    ") for text in sample] for sample in samples]
+    text = "\n\n".join(f"Prompt:\n\n{prompt}\n\nAnswer:\n\n{answer}" for prompt, answer in shown)
     if kind == "mlflow":
         importlib.import_module("mlflow").log_text(text, f"samples/step-{step:06d}.md")
     elif kind == "trackio":
         tracker.log({"samples": importlib.import_module("trackio").Markdown(text)}, step=step)
     else:
         tracker.log({"samples": text}, step=step)
-
-
-def indent(text: str) -> str:
-    """Indent a text, so that Markdown shows it as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

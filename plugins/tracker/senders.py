@@ -34,7 +34,7 @@ def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> list[Sender]:
     configuration = flatten(recipe.model_dump(mode="json", exclude_none=True))
     name = plugin.name or recipe.folder.name
     folder = Path(plugin.folder) if plugin.folder else recipe.folder / "trackers"
-    for kind in plugin.to:
+    for kind in dict.fromkeys(plugin.to):
         key = f"{kind}/{plugin.project}"
         run_id = run_ids.get(key)
         try:

@@ -22,7 +22,6 @@ from ..base.atomic import write_text
 from ..base.console import format_count, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
-from ..base.types import Ints
 from ..data.defaults import DataDefaults
 from ..data.sample import make_work, sample_rows
 from ..data.slices import ShardWriter
@@ -272,7 +271,7 @@ def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, l
 def _print_audit(result: Audit) -> None:
     """Print the facts and warnings of a source."""
     out.print(Text(f"{result.name}: {result.extent}", "bold"))
-    for line in _bars(result.lengths):
+    for line in _bars(result):
         say(line)
     for label, text in result.lines:
         if label != "error":  # errors end the command
@@ -280,16 +279,17 @@ def _print_audit(result: Audit) -> None:
     say("")
 
 
-def _bars(lengths: Ints) -> list[str]:
+def _bars(audit: Audit) -> list[str]:
     """Draw how many examples have which length."""
-    if not len(lengths):
+    if not len(audit.lengths):
         return []
-    bins, lines = histogram(lengths), list[str]()
+    bins, lines = histogram(audit.lengths, audit.longest), list[str]()
     most = max(count for *_, count in bins)
     width, count_width = len(f"{bins[-1][1]:,}"), len(f"{most:,}")
     for low, high, count in bins:
         span = f"{low:>{width},} - {high:>{width},}" if high > low else f"{low:>{2 * width + 3},}"
-        lines.append(f"{span}  {count:>{count_width},}  " + "▇" * math.ceil(count / most * BAR))
+        bar = "▇" * math.ceil(count / most * BAR) + " too long" * (low > audit.longest)
+        lines.append(f"{span}  {count:>{count_width},}  {bar}")
     return lines
 
 
@@ -310,7 +310,7 @@ def write_page(
 
 
 def _source(audit: Audit) -> str:
-    bars = "\n".join(_bars(audit.lengths))
+    bars = "\n".join(_bars(audit))
     facts = "".join(
         f'<div class="{label}"><dt>{label}</dt><dd>{escape(text)}</dd></div>\n'
         for label, text in audit.lines

@@ -45,6 +45,8 @@ class Audit:
     sample: Sample
     lengths: Ints
     """Tokens of every example, before long ones are cut or dropped."""
+    longest: int
+    """Tokens of the longest example that is neither: data.max_length."""
     facts: list[tuple[str, str]] = field(default_factory=list)
     """Labels and texts; a label may be repeated."""
     errors: list[str] = field(default_factory=list)
@@ -92,7 +94,7 @@ def audit(
     sample = sample_ranges(work, opened, source, ranges)
     lengths = _whole_lengths(work, opened, source, sample)
     rows = opened[source].part(0, len(opened[source]))
-    result = Audit(work.sources[source].source, rows, sample, lengths)
+    result = Audit(work.sources[source].source, rows, sample, lengths, data.max_length)
     if sample.shard.examples:
         result.facts += _measure(sample, lengths, data.max_length)
         _judge_examples(result, work)
@@ -121,14 +123,16 @@ def quantiles(lengths: Ints) -> dict[str, int]:
     return dict(zip(QUANTILES, values.astype(np.int64).tolist(), strict=True))
 
 
-def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
-    """Bins of equal width: shortest, longest, count."""
+def histogram(lengths: Ints, limit: int) -> list[tuple[int, int, int]]:
+    """Shortest, longest and count of bins: of equal width up to a limit, and all longer ones."""
     low, high = int(lengths.min()), int(lengths.max())
+    end = min(high, limit)
     most = min(BINS, math.ceil(2 * math.sqrt(len(lengths))))
-    width = math.ceil((high - low + 1) / most)
-    counts, edges = np.histogram(lengths, np.arange(low, high + width + 1, width))
-    starts = edges[:-1].tolist()
-    return [(at, at + width - 1, n) for at, n in zip(starts, counts.tolist(), strict=True)]
+    width = max(1, math.ceil((end - low + 1) / most))
+    starts = [*range(low, end + 1, width), *([end + 1] if high > end else [])]
+    ends = [start - 1 for start in starts[1:]] + [max(high, starts[-1])]
+    counts, _ = np.histogram(lengths, [*starts, ends[-1] + 1])
+    return [*zip(starts, ends, counts.tolist(), strict=True)]
 
 
 def _whole_lengths(
@@ -151,13 +155,14 @@ def _measure(sample: Sample, lengths: Ints, max_length: int) -> list[tuple[str, 
     """Facts about lengths and trained tokens."""
     shard, tokens = sample.shard, sample.tokens
     points = ", ".join(f"{name} {length:,}" for name, length in quantiles(lengths).items())
+    pairs = ", of both answers together" if tokens.facts["pairs"] else ""
     shares = tokens.targets / tokens.lengths
     trained = (
         f"{shard.trained:,} of {shard.tokens:,} tokens ({shard.trained / shard.tokens:.0%}); of "
         f"an example {shares.min():.0%} to {shares.max():.0%}, median {np.median(shares):.0%}"
     )
     return [
-        ("lengths", f"{points}; max_length {max_length:,}"),
+        ("lengths", f"{points}{pairs}; max_length {max_length:,}"),
         ("trained", trained),
         ("mask", shard.mask),
     ]
@@ -274,7 +279,7 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
         if not isinstance(row, dict):
             continue
         try:
-            conversation = read_chat(kind, renamed(row, work.data))
+            conversation = read_chat(kind, renamed(row, work.data), work.data.system)
             text = "\n".join("".join(parts) for parts in chat.examples(conversation).examples)
         except BadRow:
             continue

@@ -20,8 +20,6 @@ from .machine import env_number
 CONTROLS = dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 CONTROLS |= {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 """Control characters -> pictures of them, as many."""
-QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
-"""A web address with a query."""
 SIZES = "GiB is 2^30 bytes, GB 10^9."
 """The help of each option that reads a size."""
 UNITS = {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
@@ -73,16 +71,6 @@ def say_at_once(text: str) -> None:
 def print_error(text: str) -> None:
     """Print an error, on any process."""
     err.print(text, markup=False, style="red")
-
-
-def hide_queries(text: str) -> str:
-    """Return a text for a record: web addresses without their query, which may be a signature."""
-    return QUERY.sub(r"\1", text)
-
-
-def hide_query(address: str) -> str:
-    """Return one address for a record; here its path and query may hold any letters."""
-    return re.sub(r"(?s)(https?://[^?]*)\?.*", r"\1", address)
 
 
 def is_terminal() -> bool:

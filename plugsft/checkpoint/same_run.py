@@ -19,6 +19,8 @@ STATE, LOCK = "state.json", ".lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
 WEIGHT_FILES = "the weights in the model's files"
 """The input of a run whose checksum says what its model was loaded from."""
+RATE, CHANGED_RATE = "train.learning_rate", "train.learning_rate_after"
+"""The peak learning rate, and its changes, which a resume may get for the steps that are left."""
 # How recipe keys begin that may differ when a run resumes: paths, batch layout and logging. Plugins
 # name their options that affect results themselves. Data are compared by the checksum of their
 # tokens: files may be moved, but not changed.
@@ -78,7 +80,7 @@ def ensure_same_run(
     differing = [
         f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
         for key in sorted({*then, *now})
-        if then.get(key) != now.get(key)
+        if then.get(key) != now.get(key) and not _is_later(key, state["step"])
     ]
     differing += [
         f"{name} have changed"
@@ -86,15 +88,24 @@ def ensure_same_run(
         if state["inputs"].get(name) != checksum
     ]
     if differing:
+        cure = "Undo the changes"
+        if then.get(RATE) != now.get(RATE):
+            cure += f" (the steps that are left take {CHANGED_RATE}.{state['step']}={now[RATE]})"
         raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. Undo the changes, or begin "
-            f"a new run with its weights, in another output folder: plugsft export {path} --to "
-            "FOLDER, then model.path = FOLDER (if it has adapters, "
+            f"{path} belongs to another recipe: {'; '.join(differing)}. {cure}, or begin a new run "
+            f"with its weights, in another output folder: plugsft export {path} --to FOLDER, then "
+            "model.path = FOLDER (if it has adapters, "
             f"{Capability.bundled('adapters').table} adapter = FOLDER)"
         )
     if inputs and state["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
     return state
+
+
+def _is_later(key: str, step: int) -> bool:
+    """Tell whether a key changes the learning rate after a step, or is the empty table of them."""
+    change = key.removeprefix(CHANGED_RATE)
+    return change != key and int(change[1:] or step) >= step
 
 
 def _show(value: Any) -> str:

@@ -93,8 +93,8 @@ class Checkpoints:
         """The step of the last checkpoint that is complete and has its name."""
         self.best: Best | None = None
         """The best evaluation, if the recipe keeps it."""
-        self.evaluated = 0
-        """The step of the last evaluation that came to its end."""
+        self.evaluated = -1
+        """The step of the last evaluation that came to its end; 0 is that before step 1."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._copies = ThreadPoolExecutor(1), Copies()
         self._say_once = cache(say)
@@ -119,7 +119,8 @@ class Checkpoints:
             )
         value = float(metrics[checkpoint.keep_best])
         sign = 1 if checkpoint.best == "lowest" else -1
-        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best.value):
+        better = self.best is None or sign * value < sign * self.best.value
+        if step and math.isfinite(value) and better:  # step 0 has no checkpoint
             self.best = Best(step, value)
 
     @contextmanager

@@ -9,7 +9,7 @@ import typer
 
 from ..start.train import Start
 
-RECIPES = (".toml", ".yaml", ".yml", ".json")
+RECIPES = (".toml", ".yaml", ".yml")
 """Endings of recipe files."""
 
 
@@ -25,7 +25,7 @@ RecipeFile = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE",
-        help="A recipe in TOML, YAML or JSON.",
+        help="A recipe in TOML or YAML.",
         autocompletion=complete_recipe,
     ),
 ]

@@ -64,7 +64,7 @@ def plugins(
         Path | None,
         typer.Argument(
             metavar="NAME|RECIPE",
-            help="A plugin, or a recipe in TOML, YAML or JSON.",
+            help="A plugin, or a recipe in TOML or YAML.",
             autocompletion=complete_recipe,
         ),
     ] = None,

@@ -193,17 +193,23 @@ def format_of(row: Row) -> str | None:
     return name
 
 
-def read_chat(kind: str, row: Row) -> Conversation:
-    """Read a row of a format as a conversation."""
+def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
+    """Read a row of a format as a conversation; `system` begins it if it has no system prompt."""
     prompt = _list_of_turns(row, "prompt") if kind == "chat completion" else []
     if kind == "alpaca":
         turns = [*_alpaca(row)]
     else:
         turns = _list_of_turns(row, "completion" if prompt else kind)
+    answers, turns = turns, prompt + turns if prompt else turns
     if row.get("system") and "system" in READ_COLUMNS[kind]:
-        turns = [{"role": "system", "content": read_text(row, "system")}, *turns]
-    chat = read_turns(prompt + turns if prompt else turns)
-    chat.num_prompt = len(prompt)
+        system = read_text(row, "system")
+    elif _instructs(turns[0]):
+        system = ""
+    if system:
+        turns = [{"role": "system", "content": system}, *turns]
+    chat = read_turns(turns)
+    if prompt:
+        chat.num_prompt = len(turns) - len(answers)
     if len(row) > 1:
         chat.tools = _parsed(row.get("tools") or None) or None
         if not _are_all(dict, chat.tools or []):
@@ -212,6 +218,12 @@ def read_chat(kind: str, row: Row) -> Conversation:
         if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is not an object")
     return chat
+
+
+def _instructs(turn: Any) -> bool:
+    """Tell whether a turn is a system prompt."""
+    speaker = isinstance(turn, dict) and turn.get("role", turn.get("from"))
+    return speaker in ("system", "developer")
 
 
 def read_weight(row: Row) -> float:

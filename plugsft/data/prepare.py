@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.atomic import IsComplete, is_whole
 from ..base.build_once import once
 from ..base.checksums import digest
-from ..base.console import format_count, hide_query, say
+from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..base.types import Rendered, Row, Shard
@@ -192,7 +192,7 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
         "data": [source.identity for source in sources],
         "vocab": scratch.vocab,
         "options": recipe.data.model_dump(
-            include={"columns", "ignore", "train_on", "template_kwargs"}
+            include={"columns", "ignore", "train_on", "system", "template_kwargs"}
         ),
         "plugins": plugin_versions(active, ("render",)),
     }
@@ -271,7 +271,8 @@ def _prepare_tokens(
             f"data: examples have weights from {weights.min():g} to {weights.max():g}, "
             f"{weights.mean():g} on average"
         )
-    for warning in describe_warnings(tokens.facts["warnings"]):
+    left_out = {f"{why}; left out": rows for why, rows in tokens.facts["bad_rows"].items()}
+    for warning in describe_warnings(tokens.facts["warnings"] | left_out):
         say(f"warning: data: {warning}")
     return tokens
 
@@ -309,21 +310,22 @@ def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     """Give tokens the names and weights of this recipe's sources."""
     # The tokens do not depend on them, so the stored values may differ.
     for facts, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
-        facts.update(name=hide_query(source.source), weight=source.weight)
+        facts.update(name=source.source, weight=source.weight)
     return tokens
 
 
 def summarize(facts: dict[str, Any], origin: str) -> str:
     """Summarize prepared data in one line."""
     share = facts["trained_tokens"] / facts["tokens"]
-    bad = sum(entry["count"] for entry in facts["bad_rows"].values())
+    left_out = sum(entry["count"] for entry in facts["bad_rows"].values())
     engines = [name for name, count in facts["engines"].items() if count]
     unrolled = f"{describe_unrolled(facts['unrolled'])}, " if facts["unrolled"] else ""
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
         f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, {unrolled}"
-        f"{format_count(bad, 'bad row')}, {facts['truncated']['count']:,} truncated, {origin}"
+        f"{format_count(left_out, 'row')} left out, {facts['truncated']['count']:,} truncated, "
+        f"{origin}"
     )
 
 

@@ -103,13 +103,15 @@ def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) 
     """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ_COLUMNS[kind])
     if kind in TEXTS:
+        if data.system:
+            raise DataError("data.system: texts have no system prompt; remove it")
         every = kind == "text" or data.train_on == "all"
         result.mask = EVERY if every else COMPLETION
         read = partial(_read_text, kind, tokenizer.eos_token, every)
     else:
         chat = Chat(tokenizer, data)
         result.mask = chat.mask
-        read = partial(_read_chat, kind, chat)
+        read = partial(_read_chat, kind, chat, data.system)
     for number, (examples, warnings) in read_rows(rows, read, result):
         for turn, (text, spans) in enumerate(examples):
             result.texts.append(text)
@@ -138,8 +140,8 @@ def read_rows(
         result.columns[WEIGHT] = weights
 
 
-def _read_chat(kind: str, chat: Chat, row: Row) -> Spelled:
-    conversation = read_chat(kind, row)
+def _read_chat(kind: str, chat: Chat, system: str, row: Row) -> Spelled:
+    conversation = read_chat(kind, row, system)
     found = chat.examples(conversation)
     warnings = [*check_order(conversation.messages), *found.warnings]
     return [*map(_spell, found.examples)], warnings

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ..base.checksums import cached_file_digest, digest
-from ..base.console import hide_query
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Range, Row, Rows, Slice
@@ -84,7 +83,7 @@ class OpenSource(JoinedRows):
         """What the record of its tokens says of it."""
         source = self.source
         return {
-            "name": hide_query(source.source),
+            "name": source.source,
             "weight": source.weight,
             "rows": self.ranges,
         }
@@ -107,7 +106,7 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     `key` is the recipe's key that names it, for messages.
     """
     name, path = source.source, Path(source.source)
-    where = f"{key}: {hide_query(name)}"
+    where = f"{key}: {name}"
     objects: list[Any] = []
     if "://" in name:
         from .readers.remote import find_objects

@@ -12,7 +12,6 @@ from huggingface_hub.errors import HFValidationError
 from jinja2 import Template
 
 from ..base.atomic import parse_step
-from ..base.console import hide_queries
 from ..base.errors import PlugsftError
 from ..base.limits import parse_toml, read_text
 from ..output.folder import ADAPTER, as_of, base_model, read_run
@@ -76,7 +75,7 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
         )
     except (OSError, ValueError, PlugsftError):
         return None  # another version's record, or a damaged file
-    text = hide_queries(SECRET.sub("***", text))
+    text = SECRET.sub("***", text)
     return f"{text}\n<!-- written by plugsft: {checksum(text)} -->\n"
 
 

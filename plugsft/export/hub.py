@@ -1,5 +1,6 @@
 """Upload a model to the hub with its card: in one commit, compared with the hub's."""
 
+import re
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -13,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ..base.atomic import MANIFEST, parse_step
-from ..base.console import format_count, format_size, hide_queries, is_terminal, say
+from ..base.console import format_count, format_size, is_terminal, say
 from ..base.errors import PlugsftError
 from ..output.folder import ADAPTER, base_model
 from ..recipe.tables import HUB
@@ -32,6 +33,8 @@ STATUS_REASONS = {
 }
 MOMENTARY = (408, 409, 412, 425, 429)
 """Answers that may differ in a moment: too slow, another commit came first, too many requests."""
+SIGNATURE = re.compile(r"\?[^\s\"'`<>|\\]*")
+"""The query of an address: a store's may be signed."""
 
 
 Result = TypeVar("Result")
@@ -126,8 +129,7 @@ class Repository:
                 raise
             except Exception as error:  # of huggingface_hub, its HTTP client and its Rust parts
                 passing, why = explain(error)
-                # Addresses in messages may be signed.
-                why = hide_queries(why.replace(str(self._token), "***"))
+                why = SIGNATURE.sub("", why.replace(str(self._token), "***"))
                 if not passing or pause is None:
                     again = (
                         "; files that were sent need not be sent again: run the same command later"

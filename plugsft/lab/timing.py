@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..base.console import hide_queries
 from ..base.machine import look
 from ..output.record import versions
 
@@ -103,7 +102,7 @@ def head(*packages: str) -> dict[str, Any]:
 
 def as_json(report: Mapping[str, Any]) -> str:
     """Format a report; a list of numbers takes one line."""
-    text = hide_queries(json.dumps(report, indent=1) + "\n")
+    text = json.dumps(report, indent=1) + "\n"
     return re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda numbers: " ".join(numbers[0].split()), text)
 
 

@@ -22,11 +22,6 @@ class LogitTransform:
     PROBES: ClassVar = (0.0, 2.0**-10, -(2.0**-10), 0.75, -3.0, 20.0, -64.0, 2.0**20)
     """Logits that reveal the transform when the head returns them: its slope and its cap."""
 
-    def __str__(self) -> str:
-        slope = f"logits scaled by {self.slope:.6g}" if self.slope != 1 else ""
-        cap = f"soft cap {self.cap:g}" if self.cap else ""
-        return ", ".join(filter(None, [slope, cap]))
-
     @classmethod
     def fit(cls, transformed: Tensor) -> "LogitTransform":
         """Return the transform that turned PROBES into these values."""
@@ -66,6 +61,8 @@ class Positions(NamedTuple):
     """Positions per chunk."""
     dtype: torch.dtype
     """The dtype of the head's matrix products."""
+    hits: Tensor | None = None
+    """One number, to which the targets are added whose logit is the largest."""
 
 
 class _Fused(torch.autograd.Function):
@@ -80,7 +77,7 @@ class _Fused(torch.autograd.Function):
         losses, ctx.gradients = compute_in_chunks(NONE if later else wanted, Positions(*positions))
         if later:
             ctx.save_for_backward(*positions[:4])
-            ctx.gradients, ctx.rest = None, positions[4:]
+            ctx.gradients, ctx.rest = None, positions[4:-1]  # the hits are counted once
         return losses.sum()[None] if summed else losses
 
     @staticmethod
@@ -97,7 +94,7 @@ class _Fused(torch.autograd.Function):
                 gradient if gradient is None else gradient.mul_(factor)
                 for gradient, factor in zip(gradients, scales, strict=True)
             ]
-        return None, *gradients, None, None, None, None
+        return None, *gradients, None, None, None, None, None
 
 
 def fused_loss(positions: Positions, summed: bool) -> Tensor:
@@ -119,7 +116,7 @@ def compute_in_chunks(
     A chunk has the whole vocabulary, so each position's loss and gradient are rounded once.
     The head's gradient is accumulated in float32. `scale` weighs each position's gradient.
     """
-    hidden, weight, bias, targets, transform, chunk, dtype = positions
+    hidden, weight, bias, targets, transform, chunk, dtype, hits = positions
     source, table = hidden.to(dtype), weight.to(dtype)
     full = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(source) if wanted[0] else None
@@ -136,7 +133,7 @@ def compute_in_chunks(
             tile = multiply(rows, table.t(), buffer[: len(rows)])
             if bias is not None:
                 tile += bias
-            losses[span] = cross_entropy_(tile, targets[span], transform, any(wanted))
+            losses[span] = cross_entropy_(tile, targets[span], transform, any(wanted), hits)
             if scale is not None:
                 tile *= scale[span, None]
             narrow = tile.to(table.dtype) if any(wanted) else tile
@@ -151,7 +148,11 @@ def compute_in_chunks(
 
 
 def cross_entropy_(
-    tile: Tensor, targets: Tensor, transform: LogitTransform, differentiate: bool
+    tile: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    differentiate: bool,
+    hits: Tensor | None = None,
 ) -> Tensor:
     """Return -log p of each target; turn the head's output in `tile` into its gradient."""
     columns = targets[:, None]
@@ -164,6 +165,8 @@ def cross_entropy_(
         tile *= transform.cap
     tile -= tile.amax(1, keepdim=True)
     picked = tile.gather(1, columns)
+    if hits is not None:
+        hits += (picked == 0).sum()
     sums = tile.exp_().sum(1, keepdim=True)
     if differentiate:
         tile /= sums

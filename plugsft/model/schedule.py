@@ -42,6 +42,17 @@ class Schedule:
             )[:8]
         }
 
+    def change_peaks(self, train: Train) -> None:
+        """Scale the learning rates after the steps at which the recipe changes their peak."""
+        steps, changes = len(self._factors), sorted(map(int, train.learning_rate_after))
+        if changes and (changes[-1] >= steps or not train.learning_rate):
+            raise RecipeError(
+                f"train.learning_rate_after.{changes[-1]}: there is no learning rate to change "
+                f"after that step, of {steps:,}"
+            )
+        for step in range(min(changes, default=steps), steps):
+            self._factors[step] *= train.peak_after(step) / train.learning_rate
+
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""
         factor = self._factors[step - 1]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..base.atomic import discard, is_published, list_checkpoints, write_text, writing
-from ..base.console import hide_queries, say
+from ..base.console import say
 from ..base.machine import Machine, peak_memory
 from ..hooks import hookimpl
 from ..recipe.parse import resolved
@@ -160,7 +160,7 @@ class Record:
         """Write run.json with its current content; facts of plugins that JSON lacks, as text."""
         if self.writes:
             text = json.dumps(self.run, indent=1, default=str) + "\n"
-            write_text(self.folder / "run.json", hide_queries(text))
+            write_text(self.folder / "run.json", text)
 
     def plugins(self) -> list[dict[str, Any]]:
         """Return the active plugins with their options and summaries."""

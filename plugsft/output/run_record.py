@@ -20,7 +20,16 @@ COSTS = {
 }
 """Name -> place in run.json, and format with the unit."""
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
-NOT_SHOWN = ("key", "format", "index", "shards", "lengths.edges", "lengths.counts")
+NOT_SHOWN = (
+    "key",
+    "format",
+    "index",
+    "shards",
+    "pairs",
+    "largest_id",
+    "lengths.edges",
+    "lengths.counts",
+)
 """Beginnings of keys of the data's table that no person reads."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -100,10 +109,10 @@ class RecordedData(RecordedTable):
 
     def __str__(self) -> str:
         share = self.trained_tokens / max(1, self.tokens)
-        bad = sum(rows.count for rows in self.bad_rows.values())
+        left_out = sum(rows.count for rows in self.bad_rows.values())
         return (
             f"{self.examples:,} examples, {self.tokens:,} tokens, {share:.0%} trained, "
-            f"{bad:,} bad rows, {self.truncated.count:,} truncated"
+            f"{left_out:,} left out, {self.truncated.count:,} truncated"
         )
 
 

@@ -95,9 +95,9 @@ class Stopping:
         if self.signal:
             # The end of a launcher is no signal of the system.
             number = getattr(signals, self.signal, signals.SIGTERM)
+            saved = f"after step {step}: saved; resume with --resume ({output})"
             raise Stopped(
-                f"stopped by {self.reason} after step {step}: saved; "
-                f"resume with --resume ({output})",
+                f"stopped by {self.reason} {saved if step else 'before step 1: nothing to save'}",
                 128 + number,
             )
 

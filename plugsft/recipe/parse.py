@@ -6,7 +6,7 @@ from typing import Any, get_args
 import tomli_w
 
 from ..base.limits import parse_toml
-from .tables import TEMPLATES, Recipe, absolute
+from .tables import Recipe
 
 DIFFERENCES = {
     "format": "another version of the format",
@@ -57,22 +57,15 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(recipe: Recipe) -> str:
-    """Return the recipe as TOML with all defaults and absolute paths; addresses have no query."""
-    return tomli_w.dumps(anchored(recipe, "json"))
+    """Return the recipe as TOML with all defaults and absolute paths."""
+    return tomli_w.dumps(anchored(recipe))
 
 
-def anchored(recipe: Recipe, mode: str = "python") -> dict[str, Any]:
-    """Return the recipe's tables with absolute paths; for mode "json", see `Place`."""
-    tables = recipe.model_dump(mode=mode, exclude_none=True)
-    tables["output"] = str(recipe.folder.absolute())
-    model, data = tables["model"], tables["data"]
-    for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
-        for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
-            # "auto" is not a path, even if a file of that name exists.
-            if name != "chat_template" or table[name] not in TEMPLATES:
-                table[name] = absolute(table[name])
-    if "sources" in data:
-        del data["split"]
+def anchored(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's tables with absolute paths."""
+    tables = recipe.model_dump(mode="json", exclude_none=True)
+    if "sources" in tables["data"]:
+        del tables["data"]["split"]
     return tables
 
 

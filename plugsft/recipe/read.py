@@ -1,4 +1,4 @@
-"""Read a recipe file: TOML, YAML or JSON; apply overrides."""
+"""Read a recipe file: TOML or YAML; apply overrides."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,27 @@ from .explain import EXAMPLE, explain
 from .parse import value_of
 from .tables import Recipe
 
-DATA_FILES = (".jsonl", ".parquet", ".arrow", ".csv")
-FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
-"""Ending of a recipe file -> its format; all others are TOML."""
+DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv")
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file and apply `key.path=value` overrides."""
     file, text = Path(path), ""
-    form = FORMATS.get(file.suffix, "TOML")
-    if file.suffix in DATA_FILES:
-        raise _is_data(path)
+    form = "YAML" if file.suffix in (".yaml", ".yml") else "TOML"
+    if file.suffix in DATA_FILES and file.is_file():
+        raise RecipeError(
+            f"{path}: is data, not a recipe; write a recipe ({EXAMPLE}), set "
+            f'data.source = "{path}" in it, and name the recipe here'
+        )
     try:
         text = read_text(file)
-        raw = parse_toml(text) if form == "TOML" else _parse(text, form, str(path))
+        raw = parse_toml(text) if form == "TOML" else _parse_yaml(text, str(path))
     except OSError as error:
         others = (each.name for each in file.parent.glob("*") if each != file)
         why = f"({reason_of(error)}){did_you_mean(file.name, others)}"
         raise RecipeError(f"{path}: cannot be read {why}") from error
     except ValueError as error:  # from the parser, UTF-8, our limits, and int's limit of digits
-        hint = _suggest(text, str(error)) if form != "YAML" else ""
+        hint = _suggest(text, str(error)) if form == "TOML" else ""
         raise RecipeError(f"{path}: is not {form}: {error}{hint}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -46,22 +47,11 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return raw
 
 
-def _parse(text: str, form: str, path: str) -> dict[str, Any]:
-    """Parse YAML or JSON, whose parser is imported only here."""
-    from .read_yaml import parse_json, parse_yaml
+def _parse_yaml(text: str, path: str) -> dict[str, Any]:
+    """Parse YAML, whose parser is imported only here."""
+    from .read_yaml import parse_yaml
 
-    if form == "JSON" and re.match(r"\s*\[|\s*\{[^\n]*\}\s*\n\s*\{", text):  # a list, or JSON lines
-        raise _is_data(path)
-    tables = parse_yaml(text, path) if form == "YAML" else parse_json(text, path)
-    tables.pop("$schema", None)  # editors read it
-    return tables
-
-
-def _is_data(path: str | Path) -> RecipeError:
-    return RecipeError(
-        f"{path}: is data, not a recipe; write a recipe ({EXAMPLE}), set "
-        f'data.source = "{path}" in it, and name the recipe here'
-    )
+    return parse_yaml(text, path)
 
 
 def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:
@@ -87,12 +77,12 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 
 
 def _suggest(text: str, error: str) -> str:
-    """Return a hint for JSON's errors, or if an error's line has a text without quotes."""
+    """Return a hint if an error's line has a text without quotes."""
     place = re.search(r"at line (\d+)", error)
     line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
     match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))
     if match is None or not isinstance(value_of(match[2].strip()), str):
-        return "; JSON has no comments, and no comma after the last" if "Expecting" in error else ""
+        return ""
     key, value = match[1], match[2].strip()
     if value.lower() in ("true", "false"):
         return f"; write {key} = {value.lower()}"

@@ -1,4 +1,4 @@
-"""Parse recipes in YAML, by the rules of YAML 1.2, and in JSON."""
+"""Parse recipes in YAML, by the rules of YAML 1.2."""
 
 import re
 from typing import Any
@@ -7,7 +7,6 @@ import yaml
 
 from ..base.errors import RecipeError
 from ..base.limits import TABLES, NestedTooDeep
-from ..base.limits import parse_json as parse_values
 
 FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 RULES = {
@@ -24,7 +23,7 @@ LAYOUT = "; indent the keys of a table alike, by spaces, and write a space after
 MOST_VALUES = 100_000
 """Most values of a recipe, where each alias (*name) counts as all that it repeats."""
 MOST_CHARACTERS = 1 << 20
-"""Most characters of a recipe in YAML or JSON."""
+"""Most characters of a recipe in YAML."""
 
 
 def parse_yaml(text: str, path: str) -> dict[str, Any]:
@@ -46,16 +45,6 @@ def parse_yaml(text: str, path: str) -> dict[str, Any]:
         raise NestedTooDeep(f"nested deeper than {TABLES} levels") from None
     if not isinstance(tables, dict):
         raise ValueError("it should have tables, such as model:, data: and train:")
-    return tables
-
-
-def parse_json(text: str, path: str) -> dict[str, Any]:
-    """Parse a recipe in JSON; raise the errors of `parse_yaml`."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
-    tables: dict[str, Any] = parse_values(text)
-    # JSON is YAML, but for tabs; this refuses repeated keys and null, and names their lines.
-    parse_yaml(text.replace("\t", " "), path)
     return tables
 
 

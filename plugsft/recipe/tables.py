@@ -18,14 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from ..base.console import hide_query
 from ..base.errors import reason_of
 from .capabilities import Capability, ensure_known
 
 HUB = "hub:"
 """The beginning of `--to` for a repository on the hub."""
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
-PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
+PASSWORD = re.compile(r"[\w+.-]+://[^/?#]*:[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
 TEMPLATES = ("auto", "own")
@@ -110,17 +109,26 @@ def _anchored(place: str) -> str:
     return str(Path(place).absolute())
 
 
-# Absolute in the resolved recipe, so that it runs from any folder, and without the query of an
-# address; plugins use these types too.
+# Absolute in the resolved recipe, so that it runs from any folder; plugins use these types too.
 Place = Annotated[
     str,
     AfterValidator(_expand),
-    PlainSerializer(lambda place: hide_query(absolute(place)), when_used="json"),
+    PlainSerializer(absolute, when_used="json"),
 ]
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
+Template = Annotated[
+    str,
+    AfterValidator(_expand),
+    PlainSerializer(lambda name: name if name in TEMPLATES else absolute(name), when_used="json"),
+]
+"""A place, or one of `TEMPLATES`, even if a file has that name."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A learning rate."""
+Step = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
+"""A step as a key."""
 
 
 class Table(BaseModel):
@@ -175,7 +183,7 @@ class Model(Table):
     """Branch, tag or commit of `path`, if that is a hub name. Default: main."""
     tokenizer: Place | None = None
     """Another tokenizer: a hub name or a folder. Default: the model's own."""
-    chat_template: Place = "auto"
+    chat_template: Template = "auto"
     """The template that writes the rows. "auto" or "own": the model's. Or a Jinja file, which also
     becomes the model's; its `{% generation %}` blocks, if it has any, say what is trained. So does
     NAME.response.json beside NAME.jinja, by which transformers reads answers back."""
@@ -229,8 +237,8 @@ class Source(Table):
     """One source of a mixture."""
 
     source: Place = Field(examples=["chats.jsonl"])
-    """A hub name, a folder, a jsonl, json, parquet or arrow file, or an address of such a file:
-    s3://, gs://, hf:// or https://."""
+    """A hub name, a folder, a jsonl, json, csv, parquet or arrow file, or an address of a store:
+    s3://, gs:// or hf://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
@@ -241,8 +249,8 @@ class Data(Table):
     """The data to train on."""
 
     source: Place | None = Field(None, examples=["chats.jsonl"])
-    """A hub name, a folder, a jsonl, json, parquet or arrow file, or an address of such a file:
-    s3://, gs://, hf:// or https://."""
+    """A hub name, a folder, a jsonl, json, csv, parquet or arrow file, or an address of a store:
+    s3://, gs:// or hf://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
@@ -255,6 +263,8 @@ class Data(Table):
     ignore: list[str] = Field(default_factory=list)
     """Columns to ignore. Required for unread columns that change the meaning of a row (label,
     images, ...)."""
+    system: str = ""
+    """The system prompt of chats that have none."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens; at most the model's context."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -297,6 +307,8 @@ class Eval(Table):
     every: Count = 100
     """Steps between evaluations; the run always ends with one. Each computes all rows of its
     source."""
+    at_start: bool = False
+    """Whether to evaluate before step 1 too, which shows what the training changes."""
     source: Place | None = None
     """A hub name, a folder or a file. Default: data.source."""
     split: str = "train"
@@ -308,9 +320,12 @@ class Train(Table):
 
     batch_size: Count = Field(examples=[16])
     """Examples per optimizer step (the global batch), over all ranks."""
-    learning_rate: float = Field(ge=0, allow_inf_nan=False, examples=[1e-5])
+    learning_rate: Rate = Field(examples=[1e-5])
     """Peak learning rate. Bundled recipes take about 1e-5 for all weights, and 1e-4 for
     adapters."""
+    learning_rate_after: dict[Step, Rate] = Field(default_factory=dict)
+    """Another peak from a step on: `{300 = 5e-5}` holds from step 301, and the schedule is scaled
+    by it. A resumed run may get one for the steps that are left."""
     micro_batch: Count = 1
     """Examples per micro-batch of a rank; affects memory and speed, results only by rounding. With
     [plugins.bfd_packing] its `capacity` takes the place of this key."""
@@ -341,6 +356,11 @@ class Train(Table):
     """Seed of everything random."""
     log_every: Count = 10
     """Steps between console lines; metrics.jsonl has all steps."""
+
+    def peak_after(self, step: int) -> float:
+        """Return the peak learning rate that holds after a step."""
+        changes = [int(change) for change in self.learning_rate_after if int(change) <= step]
+        return self.learning_rate_after[str(max(changes))] if changes else self.learning_rate
 
     def replaced_epochs(self) -> str:
         """Return "; train.steps = 50 replaces train.epochs = 3" if the recipe sets both."""
@@ -392,7 +412,7 @@ class Limit(NamedTuple):
 class Recipe(Table):
     """A whole run."""
 
-    output: Place = Field(examples=["runs/first"])
+    output: Folder = Field(examples=["runs/first"])
     """Folder for everything that the run writes."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto uses GPUs if there are any, cpu never does."""
@@ -474,9 +494,11 @@ class Recipe(Table):
         return copy
 
     def evaluates(self, step: int, steps: int) -> bool:
-        """Tell whether an evaluation follows this step of a run."""
-        if self.eval is None or step == 0:
+        """Tell whether an evaluation follows this step of a run; step 0 is its start."""
+        if self.eval is None:
             return False
+        if step == 0:
+            return self.eval.at_start
         return step == steps or step % self.eval.every == 0
 
     @property

@@ -92,7 +92,7 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         return False
     then, now = (
         own_keys(tables) | flatten({"plugins": tables.get("plugins", {})})
-        for tables in (read_recipe(folder), anchored(recipe, "json"))
+        for tables in (read_recipe(folder), anchored(recipe))
     )
     then = defaults_of(now) | then  # a key that is newer than the run had its default
     keys = {*then, *now} - {"plugins"}

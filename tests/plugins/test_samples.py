@@ -151,11 +151,11 @@ def test_samples_of_bfloat16_come_with_evaluations_and_repeat_after_a_resume(tmp
     tables = tables_of(tmp_path, bfd_packing={}, gradient_checkpointing={})
     tables["model"]["dtype"] = "bfloat16"
     tables["train"]["steps"] = 6
-    tables["eval"] = {"split": "train[:2]", "every": 2}
+    tables["eval"] = {"split": "train[:2]", "every": 2, "at_start": True}
     tables["plugins"]["samples"] = {"prompts": ["Who?"], "temperature": 1.0, "every": 3}
     recipe, run = write_recipe(tmp_path / "recipe.toml", tables), tmp_path / "run"
     must_succeed(recipe, "checkpoint.every=3")
-    assert [line["step"] for line in lines_of(run)] == [2, 3, 4, 6], "once in each step"
+    assert [line["step"] for line in lines_of(run)] == [0, 2, 3, 4, 6], "once in each step"
     first = lines_of(run)
     for name in ("checkpoints/step-000006", "model"):
         shutil.rmtree(run / name)

@@ -388,10 +388,7 @@ def test_a_server_that_does_not_answer_stops_the_run_before_anything_is_read(tmp
     assert "MLFLOW_TRACKING_URI" in result.stderr and "tokenizer" not in result.stdout
 
 
-def test_unknown_and_repeated_trackers_are_refused(tmp_path):
-    assert refused(tmp_path, to=["trackio", "trackio"]) == (
-        "plugins.tracker: to: 'trackio' is listed twice"
-    )
+def test_unknown_trackers_are_refused(tmp_path):
     assert refused(tmp_path, to=["trackio"], folder="here") == (
         "plugins.tracker: folder: only tensorboard and wandb use it; remove it"
     )

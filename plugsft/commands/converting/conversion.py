@@ -16,7 +16,7 @@ from ...data.sources import open_source
 from ...recipe.tables import Source, short
 
 T = TypeVar("T", bool, int, float, str)
-UNKNOWN = "not known to plugsft convert; look for it in docs/other_tools.md"
+UNKNOWN = "not known to plugsft convert; docs/reference.md has all keys"
 SECRET = re.compile(
     r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)tokens?$|(api|access|secret|wandb)_?keys?$"
     r"|passwords?$|secrets?$|credentials?$|^env$",

@@ -38,10 +38,10 @@ def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) ->
     if packed and c.tool == "axolotl":
         total //= micro  # a packed row has micro_batch_size x sequence_len tokens
     gpus = f"x {c.gpus} GPUs" if c.gpus > 1 else "on 1 GPU"
-    c.set("train.batch_size", total, micro_key, accumulation, comment=gpus)
+    batch = format_count(total, "packed row" if packed else "example")
+    c.set("train.batch_size", total, micro_key, accumulation, comment=f"{batch} {gpus}")
     if micro > 1 and not packed:
         c.set("train.micro_batch", micro, micro_key)
-    batch = format_count(total, "packed row" if packed else "example")
     c.remarks.append(
         f"global batch: {batch}, for {format_count(c.gpus, 'GPU')}; for another number, convert "
         "with --gpus"

@@ -1,21 +1,18 @@
-"""Rows at s3://, gs://, hf:// and https:// addresses, read by ranges, never copied whole.
+"""Rows at s3://, gs:// and hf:// addresses, read by ranges, never copied whole.
 
-fsspec reads the stores. Its own reader of web servers was tried: it gives wrong bytes without an
-error where a server ignores ranges, tries nothing again, and does not see that a file has changed.
+fsspec reads the stores. Files of web servers are refused: fsspec gives wrong bytes without an error
+where a server ignores ranges, tries nothing again, and does not see that a file has changed.
 """
 
 import io
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from glob import has_magic
 from itertools import pairwise
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
 
 import fsspec
 import numpy as np
@@ -33,13 +30,11 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Scheme -> the extra of plugsft that reads it."""
 VERSIONS = ("etag", "last-modified", "lastmodified", "mtime", "updated", "md5hash", "blob_id")
 """What an object store says of an object's content, in small letters; the first is taken."""
-TRIES, TIMEOUT = 5, 60
-PASSING = re.compile("Connection|Disconnect|Incomplete|ResponseStream|SSL|Timeout|URLError")
+TRIES = 5
+PASSING = re.compile("Connection|Disconnect|Incomplete|ResponseStream|SSL|Timeout")
 """In the names of errors that may pass: each store has types of its own."""
 BUSY = (408, 429, 500, 502, 503, 504)
-"""A web server's answers that may pass."""
-UNQUOTED = "%/:=&?~#+!$,;'@()*[]"
-"""Letters of an address that have a meaning, or are quoted already."""
+"""A store's answers that may pass."""
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file."""
 COMPRESSED = "is compressed by gzip, which has no ranges of rows: store it as it is, or download it"
@@ -70,14 +65,10 @@ class Address:
         return content
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        if self.url.startswith("http"):
-            content, version = _get(self.url, start, stop)
-        else:
-            store, path = _store(self.url)
-            content = bytes(store.cat_file(path, start=start, end=stop))
-            # Asked after the bytes arrived, which may be of an older version, not of a newer one.
-            version = _version(store.info(path))
-        if version != self.version:
+        store, path = _store(self.url)
+        content = bytes(store.cat_file(path, start=start, end=stop))
+        # Asked after the bytes arrived, which may be of an older version, not of a newer one.
+        if _version(store.info(path)) != self.version:
             # The bytes do not fit to the lines that were found.
             raise DataError(f"{self.url}: has changed while it was read; start again")
         if len(content) != stop - start:
@@ -98,6 +89,10 @@ class RangeFile(AbstractBufferedFile):  # type: ignore[misc]  # untyped upstream
 
 def find_objects(url: str, where: str) -> list[Address]:
     """Find the objects of an address, a folder or a pattern."""
+    if url.startswith("http"):
+        raise DataError(
+            f"{where}: a file of a web server; download it (curl -O), and name the file"
+        )
     found = asked(lambda: _find(url), where)
     if not found:
         raise DataError(f"{where}: no object; use names that end with {' or '.join(ENDINGS)}")
@@ -108,11 +103,6 @@ def find_objects(url: str, where: str) -> list[Address]:
 
 
 def _find(url: str) -> list[Address]:
-    if url.startswith("http"):
-        if not path_of(url).endswith(ENDINGS):
-            return []
-        _, version = _get(url, 0, 1)
-        return [Address(url, int(version.partition(" ")[0]), version)]
     store, path = _store(url)
     if has_magic(path) and not store.exists(path):  # a name may hold these letters itself
         infos = store.glob(path, detail=True)
@@ -130,42 +120,6 @@ def _version(info: Mapping[str, Any]) -> str:
     facts = {key.lower(): value for key, value in info.items()}
     content = [facts[name] for name in VERSIONS if name in facts]
     return " ".join(map(str, [facts["size"], *content[:1]]))
-
-
-def path_of(url: str) -> str:
-    """Leave out the query of a web address, which may end in anything."""
-    return urlsplit(url).path if url.startswith("http") else url
-
-
-def _get(url: str, start: int, stop: int) -> tuple[bytes, str]:
-    """Ask a web server for a range of bytes, and for the file's version.
-
-    A request for the headers alone would be refused by an address that is signed for reading.
-    """
-    wanted = {"Range": f"bytes={start}-{stop - 1}"}
-    request = urllib.request.Request(quote(url, safe=UNQUOTED), headers=wanted)
-    try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise
-    with response:
-        headers = dict(response.headers.items())
-        if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise DataError(f"{url}: {COMPRESSED}")
-        size = response.headers.get("Content-Range", "").rpartition("/")[2]
-        if response.status != 206:
-            size = response.headers.get("Content-Length", "")
-            if size not in ("0", str(stop - start)):
-                raise DataError(
-                    f"{url}: the server gives whole files only (no Range requests): download the "
-                    "file, and name it"
-                )
-        if not size.isdigit():
-            raise DataError(
-                f"{url}: the server does not tell its size: download it, and name the file"
-            )
-        return response.read(stop - start + 1), _version(headers | {"size": size})
 
 
 def _store(url: str) -> tuple[Any, str]:
@@ -200,12 +154,9 @@ def _refusal(error: Exception, where: str) -> DataError:
     elif isinstance(error, FileNotFoundError) or code == 404:
         text = f"no such bucket, folder or object ({text})"
     elif isinstance(error, PermissionError) or "Credential" in name or code in (401, 403):
-        cure = "set the store's credentials: AWS_ACCESS_KEY_ID and others"
-        if scheme in ("http", "https"):
-            cure = "use a signed address, or download the file"
-        text = f"no access ({text}); {cure}"
+        text = f"no access ({text}); set the store's credentials: AWS_ACCESS_KEY_ID and others"
     elif isinstance(error, ValueError) and "rotocol" in text:
-        text = f"unknown scheme ({text}); use s3, gs, hf or https"
+        text = f"unknown scheme ({text}); use s3, gs or hf"
     return DataError(f"{where}: {text}")
 
 
@@ -250,7 +201,7 @@ def read_objects(objects: Sequence[Address], split: str, where: str) -> Rows:
 
 
 def _open(address: Address, limit: int | None) -> Rows:
-    if path_of(address.url).endswith(".parquet"):
+    if address.url.endswith(".parquet"):
         count = _groups(address)[-1]
         return ParquetRows(address, 0, count, address.size // max(1, count))
     size = address.size if limit is None else FIRST_SCAN
