@@ -82,7 +82,7 @@ def page() -> str:
     schema = make_schema(found)
     plugins = schema["properties"].pop("plugins")["properties"]
     assert sorted(plugins) == sorted(name for group in GROUPS.values() for name in group)
-    own = ("$schema", *(table.strip("[]") for table in TABLES))
+    own = tuple(table.strip("[]") for table in TABLES)
     top = {name: key for name, key in schema["properties"].items() if name not in own}
     above = {**schema, "properties": top, "description": "Keys that stand above all tables."}
     head = ["# Every key of a recipe, and every option of a plugin"]

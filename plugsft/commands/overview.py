@@ -22,6 +22,8 @@ from ..registry.contracts import SPECS, contract_of, hook_mark, is_stage
 from ..registry.discover import BUNDLED, FoundPlugin, find, load_class
 from ..registry.load import load
 
+MEASURED = Path(__file__).with_name("measured.json")
+"""What each plugin changed where it was measured; tools/bench/readme_table.py writes it."""
 CORE_NOTICES = ("logged",)
 """The notices that the core implements; it answers every stage. Listed here to avoid torch."""
 ENABLED = {
@@ -49,9 +51,6 @@ LIMITS = {
 def list_plugins() -> None:
     """Print every installed plugin, importing none."""
     plugins = find()
-    if not plugins:
-        say("no plugins; `plugsft new-plugin NAME` writes a skeleton")
-        return
     print_table([(name, plugin.origin, summary_of(plugin)) for name, plugin in plugins.items()])
     say("`plugsft plugins NAME` explains one")
 
@@ -82,8 +81,10 @@ def show_plugin(name: str) -> None:
         say(fill(meaning, 100, initial_indent="      ", subsequent_indent="      "))
     say("")
     print_table([*claims_of(cls).items()])
+    for text in json.loads(MEASURED.read_text("utf8")).get(name, ()):
+        say(f"measured: {text}")
     if found[name].origin == BUNDLED:
-        say(f"docs/reference.md#plugins{name}; what was measured: docs/benchmarks.md")
+        say(f"docs/reference.md#plugins{name}; docs/benchmarks.md has all that was measured")
 
 
 def claims_of(cls: type[Any]) -> dict[str, str]:
@@ -185,8 +186,6 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
         "properties": {name: missing.get(name) or references[name, "validation"] for name in found},
         "additionalProperties": False,
     }
-    # JSON files have no comments: editors find the schema of a recipe by this key of the file.
-    recipe["properties"]["$schema"] = {"type": "string", "description": "The schema, for editors."}
     return {"$schema": GenerateJsonSchema.schema_dialect, **recipe, "$defs": definitions}
 
 

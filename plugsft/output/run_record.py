@@ -164,9 +164,11 @@ class RunRecord(RecordedTable):
         epochs = steps.done / max(1, steps.per_epoch)
         known = {"steps": f"{steps.done:,} of {steps.total:,}, {epochs:.2f} epochs"}
         for name in LAST_VALUES:
-            last = self.series.get(name, [(0, None)])[-1][1]
+            points = self.series.get(name, [(0, None)])
+            (first, start), (step, last) = points[0], points[-1]
             if last is not None:
-                known[label(name)] = f"{last:.4f}"
+                baseline = f" ({start:.4f} before step 1)" if first == 0 < step and start else ""
+                known[label(name)] = f"{last:.4f}{baseline}"
         for name, (table, key, form) in COSTS.items():
             value = getattr(self, table).get(key)
             if value is not None:

@@ -2,6 +2,7 @@
 
 The README has the rows of the H100 in which each side ran its fastest settings: TRL with Liger,
 plugsft with `compile`; docs/speed.md what each plugin changed there. docs/benchmarks.md has all.
+`plugsft plugins NAME` prints what each changed on either machine, from measured.json.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results")
+MEASURED = ROOT / "plugsft/commands/measured.json"
 START, END = "<!-- tools/bench/readme_table.py writes this -->", "<!-- to here -->"
 
 
@@ -117,11 +119,11 @@ LORA, FULL = "0.6b-lora", "1b-full"
 """Cases of the H100."""
 
 
-def plugins() -> str:
-    """Return what each plugin changed on the H100, as Markdown."""
+def changes() -> list[tuple[str, str, str, str]]:
+    """Return what each plugin changed on the H100: its name, the case, without it and with it."""
     qlora = read("h100/t4-qlora.json")["peak_gib"]
     long = trained(LORA, "plugsft+compile@32k")
-    rows = [
+    return [
         (
             "bfd_packing",
             "LoRA, 0.6B weights, with `compile`: `capacity` 4,096, then 32,768",
@@ -149,7 +151,7 @@ def plugins() -> str:
         ),
         (
             "low_memory_adam",
-            "the same with `compile`; without it, AdamW's states in bfloat16",
+            "the same with `compile`; without the plugin, AdamW's states in bfloat16",
             trained(FULL, "plugsft+compile@16k"),
             trained(FULL, "plugsft+compile+low_memory_adam@16k"),
         ),
@@ -160,8 +162,29 @@ def plugins() -> str:
             f"{qlora:.1f} GiB",
         ),
     ]
+
+
+def plugins() -> str:
+    """Return what each plugin changed on the H100, as Markdown."""
     lines = ["| plugin | on one H100 | without | with |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| `{name}` | {' | '.join(row)} |" for name, *row in rows])
+    return "\n".join(lines + [f"| `{name}` | {' | '.join(row)} |" for name, *row in changes()])
+
+
+def by_plugin() -> str:
+    """Return what each plugin changed, for people at a terminal."""
+    said: dict[str, list[str]] = {}
+    for name, case, without, with_it in changes():
+        case = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", case).replace("`", "")
+        case = case.replace("the same", "all weights, 1B, rows of 16,384,")
+        before = f"{without} without, " if without else ""
+        said.setdefault(name, []).append(f"one H100, {case}: {before}{with_it} with it")
+    table = (ROOT / "docs/benchmarks.md").read_text("utf8")
+    for name, alone, memory in re.findall(
+        r"^\| (\w+) \| ([\d.]+ x .*?) \|.*?\| (-\d+ MiB) \|", table, re.M
+    ):
+        text = f"2 CPU cores, 10 million weights: {alone} as fast, {memory} of memory"
+        said.setdefault(name, []).append(text)
+    return json.dumps(dict(sorted(said.items())), indent=1) + "\n"
 
 
 def with_tables(page: str, text: str) -> str:
@@ -179,3 +202,4 @@ if __name__ == "__main__":
     for name, text in pages().items():
         page = ROOT / name
         page.write_text(with_tables(page.read_text("utf8"), text), "utf8")
+    MEASURED.write_text(by_plugin(), "utf8")
