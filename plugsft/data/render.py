@@ -228,7 +228,11 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
                 "give one value for each row"
             )
         held = [values[row] for row in rendered.rows]
-        if wrong := [value for value in held if not _is_storable(value)]:
+        if wrong := [
+            value
+            for value in held
+            if not (np.isscalar(value) and np.asarray(value).dtype.kind in COLUMN_TYPES)
+        ]:
             raise PluginError(
                 f"{column} the value {short(wrong[0])}; it must be true, false, an integer of 64 "
                 "bits or a float"
@@ -239,10 +243,6 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
         rendered.columns[name] = typed
         if name == WEIGHT and (wrong := [value for value in held if not is_weight(value)]):
             raise PluginError(f"{column} the value {wrong[0]}; it must be {WEIGHT_RANGE}")
-
-
-def _is_storable(value: Any) -> bool:
-    return np.isscalar(value) and np.asarray(value).dtype.kind in COLUMN_TYPES
 
 
 def lead_row(rows: Iterable[Row | str], data: Data) -> Row:
