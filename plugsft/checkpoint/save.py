@@ -238,9 +238,8 @@ class Checkpoints:
         found = list_checkpoints(self.folder)
         # Later ones belong to the run that this one resumed from.
         own = found[: found.index(step_folder(self.folder, step)) + 1]
-        keep_last = self._recipe.checkpoint.keep
         best_folder = best and step_folder(self.folder, best.step)
-        for path in own[:-keep_last]:
+        for path in own[: -self._recipe.checkpoint.keep]:
             try:
                 if path != best_folder:
                     discard(path)
