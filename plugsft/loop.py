@@ -17,7 +17,7 @@ from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import MOST_METRICS, Numbers
 from .ranks.trained_model import evaluating, work_with_weights
-from .run import Run
+from .run import Run, describe_error
 
 
 def train(run: Run) -> None:
@@ -59,26 +59,22 @@ def saving_at_failure(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        log_last_step(run)
+        # Another notice may fail in here. So the ranks agree again, on this failure and on the
+        # first, on whether they can save.
+        with suppress(Exception):
+            if run.stopping.can_save:
+                with run.agreed("logging the last step"):
+                    run.log.write()
+            else:
+                run.log.write_alone()
         if run.stopping.can_save:
-            run.checkpoints.save(run.step)
+            try:
+                run.checkpoints.save(run.step)
+            except Exception as failed:  # must not hide the reason
+                error.add_note(f"then, as it was saved: {describe_error(failed)}")
         elif isinstance(error, Exception):  # a second signal ends the run at once
             run.checkpoints.rescue()
         raise
-
-
-def log_last_step(run: Run) -> None:
-    """Log the last finished step of a run that fails, whose own error must be the one that ends it.
-
-    Another notice may fail in here. So the ranks agree again, on this failure and on the first, on
-    whether they can save.
-    """
-    with suppress(Exception):
-        if run.stopping.can_save:
-            with run.agreed("logging the last step"):
-                run.log.write()
-        else:
-            run.log.write_alone()
 
 
 def forward_backward(run: Run, batch: GlobalBatch) -> list[Tensor]:

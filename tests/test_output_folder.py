@@ -148,6 +148,17 @@ def test_the_folder_of_the_model_is_no_output(tmp_path, monkeypatch, output):
     assert not places.wrong_inputs(load(path, ["output=based"])[0], path)
 
 
+def test_a_folder_of_data_holds_no_output(tmp_path, monkeypatch):
+    """A resume would read the lines of metrics.jsonl as rows."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tables = tiny_tables(tmp_path) | {"data": {"source": "data"}, "output": "data/run"}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    [said] = places.wrong_inputs(load(path)[0], path).values()
+    assert "data.source: data and output = data/run are one folder" in said
+    assert not places.wrong_inputs(load(path, ["output=run"])[0], path)
+
+
 def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 0}), tmp_path / "run"
     killed(recipe, run)

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from plugsft import PluginError, WeightSlice
 from plugsft.checkpoint.files import ShardReader, copy_to_host, owned_shards, write_shards
+from plugsft.checkpoint.tree import Encoder
 from plugsft.ranks.agree import are_alike
 
 # Under ZeRO-3 in bfloat16, the forward pass computes with copies of the float32 weights.
@@ -257,3 +258,7 @@ def test_what_differs_between_ranks_is_refused_by_name_at_a_resume(answers):
             assert "optimizers/0/settings/2/noise/list/1 differs between ranks" in group
             assert "states/model.norm.weight/noise/tensor/values differs between ranks" in state
             assert "cannot be resumed" in state and "in another output folder" in state
+
+
+def test_a_text_of_numpy_is_stored_as_a_text():
+    assert Encoder(torch.device("cpu"))(np.str_("name"), "plugins/one") == "name"

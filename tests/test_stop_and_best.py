@@ -434,6 +434,12 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
     assert done.returncode == 0 and last in done.stdout, done.stderr
     done = run_plugsft(recipe, "plugins.told.values=[1.0,2.0,3.0]", "--overwrite")
     assert "at step 1; model/ has its weights" in done.stdout
+    second = ("--resume-from", tmp_path / "run/checkpoints/step-000002")
+    # 3.0 at step 3 is the best of the other rows, and no loss is as low as 1.0.
+    for other in ("eval.split=train[:3]", "checkpoint.keep_best=eval_loss"):
+        done = must_succeed(recipe, "plugins.told.values=[1.0,2.0,3.0]", other, *second)
+        assert "at step 3; model/ has its weights" in done.stdout
+    assert "step-000001, is missing, or that of another metric" in done.stdout
     shutil.rmtree(tmp_path / "run/checkpoints/step-000003")
     words = ("plugins.told.values=[1.0,2.0,3.0]", "--resume")
     other = run_plugsft(recipe, *words, "checkpoint.best=highest")
@@ -441,7 +447,9 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
     shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
     done = must_succeed(recipe, *words)
     assert "warning: the best checkpoint so far," in done.stdout
-    assert "step-000001, is missing; model/ will be the best of the steps from here" in done.stdout
+    assert (
+        "step-000001, is missing, or that of another metric; model/ will be the best" in done.stdout
+    )
     assert "at step 3; model/ has its weights" in done.stdout
 
 
@@ -489,3 +497,22 @@ def test_no_checkpoint_holds_the_state_of_a_plugin_that_failed(tiny, tmp_path, m
     assert record["status"] == "failed" and "half of the state is updated" in record["reason"]
     assert [(run / f"finished-{rank}").read_text() for rank in range(2)] == ["failed", "failed"]
     assert not (run / "model").exists()
+
+
+BROKEN = """
+    import resource
+
+    @plugin()
+    class Broken:
+        @hookimpl
+        def stepped(self):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+            raise ValueError("the tracker is gone")
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_hides_no_failure(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", broken=BROKEN), monkeypatch)
+    result = run_plugsft(tiny(rows=chats(24), train=TRAIN, plugins={"broken": {}}))
+    assert result.returncode == 1, result.stderr
+    assert "the tracker is gone" in result.stderr and "file too large" in result.stderr

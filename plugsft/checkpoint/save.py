@@ -6,7 +6,7 @@ They are written atomically, without pickles, and only for their own recipe.
 import copy
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +51,9 @@ class Best(NamedTuple):
 
     step: int
     value: float
+    metric: str = ""
+    tokens: int = 0
+    """The trained tokens of the rows that were evaluated."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +112,22 @@ class Checkpoints:
     def compare(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note an evaluation; compare it with the best one, if the recipe keeps it."""
         self.evaluated = step
-        checkpoint = self._recipe.checkpoint
-        if checkpoint.keep_best is None:
+        checkpoint, best = self._recipe.checkpoint, self.best
+        metric = checkpoint.keep_best
+        if metric is None:
             return
-        if checkpoint.keep_best not in metrics:
+        if metric not in metrics:
             raise RecipeError(
-                f"checkpoint.keep_best: evaluations have no metric '{checkpoint.keep_best}'"
-                f"{choices(checkpoint.keep_best, metrics, 'they have:')}"
+                f"checkpoint.keep_best: evaluations have no metric '{metric}'"
+                f"{choices(metric, metrics, 'they have:')}"
             )
-        value = float(metrics[checkpoint.keep_best])
+        new = Best(step, float(metrics[metric]), metric, metrics["eval_tokens"])
         sign = 1 if checkpoint.best == "lowest" else -1
-        better = self.best is None or sign * value < sign * self.best.value
-        if step and math.isfinite(value) and better:  # step 0 has no checkpoint
-            self.best = Best(step, value)
+        # A resume may evaluate other rows, whose values cannot be compared.
+        if best and best.tokens == new.tokens and sign * new.value >= sign * best.value:
+            return
+        if step and math.isfinite(new.value):  # the model before step 1 has no checkpoint
+            self.best = new
 
     @contextmanager
     def best_restored(self, step: int) -> Iterator[int]:
@@ -227,18 +233,16 @@ class Checkpoints:
     def _name(self, pending: Pending) -> None:
         """Give the folder its name."""
         if self._rank == 0:
-            stamps = take_stamps(pending.folder, self._ranks)
-            target = step_folder(self.folder, pending.step)
-            finish(pending.folder, target, lambda _: False, stamps)
+            folder, target = pending.folder, step_folder(self.folder, pending.step)
+            finish(folder, target, lambda _: False, take_stamps(folder, self._ranks))
 
     def _remove_oldest(self, step: int, best: Best | None) -> None:
         """Remove all but the newest checkpoints and the best; warn where that fails."""
         found = list_checkpoints(self.folder)
         # Later ones belong to the run that this one resumed from.
         own = found[: found.index(step_folder(self.folder, step)) + 1]
-        keep_last = self._recipe.checkpoint.keep
         best_folder = best and step_folder(self.folder, best.step)
-        for path in own[:-keep_last]:
+        for path in own[: -self._recipe.checkpoint.keep]:
             try:
                 if path != best_folder:
                     discard(path)
@@ -264,16 +268,18 @@ class Checkpoints:
             self._active.load_state_dicts(self._state.restore(reader, state, needs_optimizer))
         return state
 
-    def _remaining_best(self, best: Collection[Any] | None) -> Best | None:
+    def _remaining_best(self, best: Any) -> Best | None:
         """The best evaluation that a checkpoint knows, if the checkpoint of the best is there."""
-        if self._recipe.checkpoint.keep_best is None or best is None:
+        metric = self._recipe.checkpoint.keep_best
+        if metric is None or best is None:
             return None
         known = Best(*best)
-        if is_published(folder := step_folder(self.folder, known.step)):
+        folder = step_folder(self.folder, known.step)
+        if known.metric == metric and is_published(folder):
             return known
         say(
-            f"warning: the best checkpoint so far, {folder}, is missing; model/ will be the best "
-            "of the steps from here"
+            f"warning: the best checkpoint so far, {folder}, is missing, or that of another "
+            "metric; model/ will be the best of the steps from here"
         )
         return None
 

@@ -71,7 +71,7 @@ class Encoder:
 
     def __call__(self, value: Any, name: str, place: Location | None = None) -> Any:
         """Describe a value; `place` is that of its weight, if it belongs to one."""
-        if isinstance(value, np.generic):
+        if isinstance(value, np.number | np.bool_):
             return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
             return value
@@ -94,7 +94,7 @@ class Encoder:
         described: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
         if tensor.device.type != home_of(self.device, place).type:
             described["host"] = True
-        if place is not None and _is_like(tensor, place.like):
+        if place is not None and _layout(tensor) == _layout(place.like):
             shard = self.shards[name] = place.shard(tensor)
             described |= {"shape": [*shard.shape], "like_weight": name}
         elif isinstance(tensor, DTensor):
@@ -201,10 +201,9 @@ def _part(key: Any) -> str:
     return quote(key, safe="") if isinstance(key, str) else f"#{key}"
 
 
-def _is_like(tensor: Any, weight: Any) -> bool:
-    """Whether a tensor has its weight's shape, and the ranks the same parts of both."""
-    parts, of_weight = (getattr(it, "placements", None) for it in (tensor, weight))
-    return tensor.shape == weight.shape and parts == of_weight
+def _layout(tensor: Any) -> Any:
+    """A tensor's shape, and which part of it each rank has."""
+    return tensor.shape, getattr(tensor, "placements", None)
 
 
 def _kind(value: Any) -> str:

@@ -68,11 +68,11 @@ def _problem(recipe: Recipe, key: str, name: str, path: Path) -> str:
         return (
             " is a result in this recipe's own output, which a new run removes; give another output"
         )
-    nested = source.is_relative_to(output) or output.is_relative_to(source)
-    if is_model_path and place.is_dir() and nested:
+    nested = output.is_relative_to(source) or (is_model_path and source.is_relative_to(output))
+    if nested and place.is_dir() and (is_model_path or key.endswith("source")):
         return (
             f" and output = {recipe.output} are one folder, or one is inside the other; a run "
-            "would write among the model's files: give another output"
+            "would write among its files: give another output"
         )
     if (place / "run.json").is_file() and is_model(place / "model"):
         if key in ("model.path", "model.tokenizer"):

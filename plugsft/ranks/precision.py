@@ -133,20 +133,15 @@ def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[s
         types |= {"compute": dtype_name(half), "gradients": "float32"}  # reduce_in_float32
     if frozen:
         types["frozen"] = frozen
-    if type(innermost(optimizer)) is AdamW:  # a plugin's optimizer may store other types
+    while hasattr(optimizer, "optimizer"):  # accelerate and DeepSpeed have wrapped it
+        optimizer = optimizer.optimizer
+    if type(optimizer) is AdamW:  # a plugin's optimizer may store other types
         types["optimizer"] = weights
     return types
 
 
 def _names(parameters: Iterable[Tensor]) -> str:
     return " and ".join(sorted({dtype_name(each.dtype) for each in parameters}))
-
-
-def innermost(optimizer: Any) -> Any:
-    """Unwrap the optimizer that accelerate and DeepSpeed have wrapped."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def describe_dtypes(dtypes: dict[str, str], device: torch.device) -> str:

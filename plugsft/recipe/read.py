@@ -27,7 +27,12 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         )
     try:
         text = read_text(file)
-        raw = parse_toml(text) if form == "TOML" else _parse_yaml(text, str(path))
+        if form == "TOML":
+            raw = parse_toml(text)
+        else:
+            from .read_yaml import parse_yaml  # with its parser
+
+            raw = parse_yaml(text, str(path))
     except OSError as error:
         others = (each.name for each in file.parent.glob("*") if each != file)
         why = f"({reason_of(error)}){did_you_mean(file.name, others)}"
@@ -45,13 +50,6 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(f"an override: {error}") from error
     return raw
-
-
-def _parse_yaml(text: str, path: str) -> dict[str, Any]:
-    """Parse YAML, whose parser is imported only here."""
-    from .read_yaml import parse_yaml
-
-    return parse_yaml(text, path)
 
 
 def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:

@@ -338,8 +338,8 @@ class Train(Table):
     schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the schedule: `{min_lr_rate = 0.1}` for cosine_with_min_lr."""
     warmup: float = Field(0.0, ge=0, lt=2**31)
-    """Warm-up: below 1 a share of all steps, rounded up, else a number of steps. Step 1 then has the
-    learning rate 0, as in transformers."""
+    """Warm-up: below 1 a share of all steps, rounded up, else a number of steps. Step 1 then has
+    the learning rate 0, as in transformers."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
