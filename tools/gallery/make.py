@@ -18,7 +18,7 @@ from typing import Any
 import page
 import rows
 from downloads import smollm2
-from measure import Measured
+from measure import TOKENS, Measured
 from rows import Row
 
 import plugsft.api
@@ -86,8 +86,8 @@ def preferences(models: Models, held_out: list[Row], run: Any) -> Row:
         "figures": {
             "answers that ask back": [*(sum("?" in it for it in by) for by in answers), len(asked)],
             "pairs whose asking reply is the likelier one": [*likelier, len(held_out)],
-            "reward margin": [0.0, last["eval_margin"]],
-            "accuracy": [0.0, last["eval_accuracy"]],
+            "reward margin of held-out pairs": [0.0, last["eval_margin"]],
+            "accuracy, the share whose chosen reply gained more": [0.0, last["eval_accuracy"]],
             "words in an answer": [*map(length, answers)],
         },
         "compared": {"eval_margin": [last["eval_margin"], margin]},
@@ -114,8 +114,8 @@ def make(name: str, pilot: bool) -> None:
     folder, recipe = BUILD / name, f"tools/gallery/{name}.toml"
     folder.mkdir(parents=True, exist_ok=True)
     times = [time.monotonic()]
-    held_out = rows.write(rows.ROWS[name](), folder, 8 if pilot else rows.HELD_OUT)
-    words = ["--overwrite", *["train.steps=4", "train.batch_size=4"] * pilot]
+    held_out = rows.write(rows.ROWS[name](), folder, pilot)
+    words = ["--overwrite", *["train.batch_size=4"] * pilot]
     print(f"{name}: plugsft {recipe}", flush=True)
     times.append(time.monotonic())
     subprocess.run([Path(sys.executable).with_name("plugsft"), recipe, *words], check=True)
@@ -126,7 +126,12 @@ def make(name: str, pilot: bool) -> None:
     found = MEASURES[name](models, held_out, run)
     times.append(time.monotonic())
     seconds = [round(end - start) for start, end in pairwise(times)]
-    facts = {"pilot": pilot, "steps": run.record["steps"]["done"], "held_out": len(held_out)}
+    facts = {
+        "pilot": pilot,
+        "steps": run.record["steps"]["done"],
+        "held_out": len(held_out),
+        "tokens": TOKENS,
+    }
     facts["seconds"] = dict(zip(("rows", "train", "measure"), seconds, strict=True))
     page.write(name, {**head("peft"), **facts, **found})
     print(f"{name}: {found['figures']}; {facts['seconds']}", flush=True)

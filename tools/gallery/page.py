@@ -77,6 +77,7 @@ def section(name: str, found: dict[str, Any]) -> str:
         made = f"**A pilot of {found['steps']} steps, not the whole run.** {made}"
     for key, (ours, theirs) in found.get("compared", {}).items():
         made += f" `{key}` of the run: {ours:.4f}; by plain transformers: {theirs:.4f}."
+    made += f" Answers have at most {found['tokens']} tokens."
     table = ["| | before | after |", "|---|---|---|"]
     for label, (before, after, *number) in found["figures"].items():
         table.append(f"| {label} | {written(before, number)} | {written(after, number)} |")

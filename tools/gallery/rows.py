@@ -94,9 +94,10 @@ def equal(value: Any, right: Any) -> bool:
     return bool(value == right) and isinstance(value, bool) == isinstance(right, bool)
 
 
-def write(rows: list[Row], folder: Path, held_out: int = HELD_OUT) -> list[Row]:
+def write(rows: list[Row], folder: Path, pilot: bool = False) -> list[Row]:
     """Write the training and the held-out rows of an example; return the held-out ones."""
-    parts = {"train": rows[HELD_OUT : HELD_OUT + TRAINED], "held_out": rows[:held_out]}
+    held_out, trained = (8, 16) if pilot else (HELD_OUT, TRAINED)
+    parts = {"train": rows[HELD_OUT : HELD_OUT + trained], "held_out": rows[:held_out]}
     for file, part in parts.items():
         lines = [json.dumps({key: row[key] for key in row if key != "right"}) for row in part]
         (folder / f"{file}.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf8")
