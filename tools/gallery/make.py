@@ -80,7 +80,7 @@ def preferences(models: Models, held_out: list[Row], run: Any) -> Row:
     before, after = ([model.gain(pair) for pair in held_out] for model in models)
     questions, chosen = ([row[key][-1]["content"] for row in asked] for key in ("prompt", "chosen"))
     likelier = [sum(gain > 0 for gain in gains) for gains in (before, after)]
-    last = run.evaluations.iloc[-1]
+    last = run.evaluations.iloc[-1].to_dict()
     margin = run.recipe["plugins"]["dpo"]["beta"] * (mean(after) - mean(before))
     return {
         "figures": {
