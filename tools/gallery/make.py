@@ -118,7 +118,9 @@ def make(name: str, pilot: bool) -> None:
     words = ["--overwrite", *["train.batch_size=4"] * pilot]
     print(f"{name}: plugsft {recipe}", flush=True)
     times.append(time.monotonic())
-    subprocess.run([Path(sys.executable).with_name("plugsft"), recipe, *words], check=True)
+    ended = subprocess.run([Path(sys.executable).with_name("plugsft"), recipe, *words])
+    if ended.returncode:
+        sys.exit(ended.returncode)
     times.append(time.monotonic())
     print(f"{name}: measuring before and after", flush=True)
     run = plugsft.api.load_run(folder / "run")
