@@ -32,6 +32,10 @@ TOO_SLOW = {
     "PLUGSFT_OLDEST=1 .venv-oldest/bin/pytest -W ignore::DeprecationWarning "
     "-W ignore::FutureWarning tests/test_loop.py": "tools/test --full runs it",
     "tools/check": "its parts are in tools/test",
+    **dict.fromkeys(
+        ("tools/examples style", "tools/examples calls", "tools/examples preferences"),
+        "a quarter of an hour each; test_examples.py makes their rows and judges calls",
+    ),
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it with --full",
     "tools/test --full": "takes longer than CI has",
     "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3": "a minute; "

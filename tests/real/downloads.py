@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,8 @@ def real_chats() -> list[dict[str, Any]]:
     return rows
 
 
-@cache
-def real_calls() -> list[dict[str, Any]]:
-    """Return real questions with tools, and the calls that answer them, as rows."""
-    rows = []
+def questions() -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Yield each question with its tools, and the calls that are right, with all right values."""
     with zipfile.ZipFile(package("bfcl_eval-2026.3.23-py3-none-any.whl")) as archive:
         for kind in ("simple_python", "multiple", "parallel", "parallel_multiple"):
             asked, answered = (
@@ -145,22 +144,39 @@ def real_calls() -> list[dict[str, Any]]:
             )
             for question, answer in zip(asked, answered, strict=True):
                 assert question["id"] == answer["id"]
-                calls = [call for truth in answer["ground_truth"] for call in truth.items()]
-                turn = {"role": "assistant", "content": "", "tool_calls": [*map(_call, calls)]}
-                # In JSON schema, a "dict" is an object.
-                named = json.dumps(question["function"]).replace(
-                    '"type": "dict"', '"type": "object"'
-                )
-                tools = [{"type": "function", "function": tool} for tool in json.loads(named)]
-                rows.append({"messages": [*question["question"][0], turn], "tools": tools})
+                yield question, answer["ground_truth"]
+
+
+@cache
+def right_calls() -> list[list[Any]]:
+    """Return the calls that are right for each row of `real_calls`, with all right values."""
+    return [right for _, right in questions()]
+
+
+@cache
+def real_calls() -> list[dict[str, Any]]:
+    """Return real questions with tools, and the calls that answer them, as rows."""
+    rows = []
+    for question, right in questions():
+        calls = [_call(call) for one in right for call in one.items()]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        # In JSON schema, a "dict" is an object.
+        named = json.dumps(question["function"]).replace('"type": "dict"', '"type": "object"')
+        tools = [{"type": "function", "function": tool} for tool in json.loads(named)]
+        rows.append({"messages": [*question["question"][0], turn], "tools": tools})
     return rows
 
 
 def _call(named: tuple[str, dict[str, list[Any]]]) -> dict[str, Any]:
-    """Return a call with the first of the values that are right; "" leaves an argument out."""
     name, values = named
-    arguments = {key: right[0] for key, right in values.items() if right[0] != ""}
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"type": "function", "function": {"name": name, "arguments": _first(values)}}
+
+
+def _first(values: Any) -> Any:
+    """Take the first of the values that are right, of nested ones too; "" leaves one out."""
+    if isinstance(values, dict):
+        return {name: _first(right[0]) for name, right in values.items() if right[0] != ""}
+    return [_first(value) for value in values] if isinstance(values, list) else values
 
 
 def smollm2() -> Path:

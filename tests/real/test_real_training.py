@@ -14,8 +14,9 @@ import torch
 from conftest import only_full, read_metrics, run_plugsft, write_jsonl, write_recipe
 from downloads import real_chats, smollm2
 from peft import LoraConfig, PeftModel, get_peft_model
+from plain import encode, load, token_nlls
 from restored_base import restored
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from plugsft import Capability, RecipeError
@@ -26,7 +27,6 @@ from plugsft.plugins.bfd_packing.proof import prove_on_model
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 RATE = 1e-4
 STEPS = 3
-IGNORED = -100
 # Measured on a CPU: 1.2e-6, 2.6e-5 and 9e-5 at most. The order of sums differs, of padded rows and
 # of rows alone, and AdamW enlarges it where gradients are near zero. A learning rate that is 1%
 # higher changes the curve by 2.4e-3.
@@ -43,37 +43,6 @@ def real():
     chats = ([system, *row["messages"][:4]] for row in real_chats() if len(row["messages"]) > 3)
     short = (chat for chat in chats if len(encode(tokenizer, chat)[0]) <= 48)
     return SimpleNamespace(folder=folder, tokenizer=tokenizer, chats=[*islice(short, 3)])
-
-
-def encode(tokenizer, messages):
-    """Return a chat's tokens, and the labels of its answers and their stop tokens."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans = []
-    for at, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = tokenizer.apply_chat_template(
-                messages[:at], tokenize=False, add_generation_prompt=True
-            )
-            end = len(before) + len(message["content"]) + len("<|im_end|>")
-            assert text[:end] == f"{before}{message['content']}<|im_end|>"
-            spans.append((len(before), end))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    labels = [
-        token if any(first <= start < end for first, end in spans) else IGNORED
-        for token, (start, _) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
-    return encoded["input_ids"], labels
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def token_nlls(model, ids, labels):
-    """Return the loss of each trained token of one row, which runs alone."""
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-    losses = cross_entropy(logits, torch.tensor(labels)[1:], reduction="none")
-    return losses[torch.tensor(labels)[1:] != IGNORED]
 
 
 def sft_loss(model, rows):
