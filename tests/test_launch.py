@@ -403,4 +403,4 @@ def test_a_builder_that_is_killed_is_taken_over_by_the_next_launch(slow, tmp_pat
     assert finish(process, timeout=60)[0] != 0
     code, _, err = finish(launch(*words))
     assert code == 0, err
-    assert not [path for path in run.rglob(".*") if path.name != ".lock"], noted
+    assert not [path for path in run.rglob(".*") if path.name != ".plugsft.lock"], noted

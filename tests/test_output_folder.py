@@ -30,7 +30,7 @@ def content(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
         if path.is_file()
-        and path.relative_to(folder).parts[0] not in ("tokens", "scratch", ".lock")
+        and path.relative_to(folder).parts[0] not in ("tokens", "scratch", ".plugsft.lock")
     }
 
 

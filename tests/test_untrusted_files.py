@@ -55,7 +55,7 @@ def test_the_lock_is_not_written_through_a_link(made, tmp_path):
     thesis, output = tmp_path / "thesis.txt", tmp_path / "run"
     thesis.write_text("years of work")
     output.mkdir()
-    (output / ".lock").symlink_to(thesis)
+    (output / ".plugsft.lock").symlink_to(thesis)
     assert f"{output}: cannot be written" in refused(made / "recipe.toml", f"output={output}")
     assert thesis.read_text() == "years of work"
 

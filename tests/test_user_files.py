@@ -160,8 +160,8 @@ def test_a_user_s_files_beside_a_run_s_are_named(finished, tmp_path, words):
         done = run_plugsft(recipe, f"output={run}", *words)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert f"output: {run / name}: not written by plugsft" in done.stderr
-        assert {k: v for k, v in files(run).items() if k != ".lock"} == {
-            k: v for k, v in before.items() if k != ".lock"
+        assert {k: v for k, v in files(run).items() if k != ".plugsft.lock"} == {
+            k: v for k, v in before.items() if k != ".plugsft.lock"
         }
 
 

@@ -70,7 +70,8 @@ def ensure_unchanged(plugin: Kto, model: Module, log_probs: Tensor, gains: Tenso
 
 def kl_of(plugin: Kto, tokens: Tokens, examples: Ints) -> Tensor:
     """Return the mean gain of a step's mismatched answers over all ranks, at least 0."""
-    if plugin.loss != "kto" or not len(examples):
+    # A lone example has no other's answer.
+    if plugin.loss != "kto" or len(np.unique(examples)) < 2:
         return torch.zeros(())
     recipe, ranks = plugin.recipe, plugin.ranks
     capacity, padded = recipe.packed_capacity(), recipe.provides("packed_rows") is None

@@ -15,7 +15,7 @@ from ..registry.active import Active
 
 FORMAT = 6
 """Version of a checkpoint's files."""
-STATE, LOCK = "state.json", ".lock"
+STATE, LOCK = "state.json", ".plugsft.lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
 WEIGHT_FILES = "the weights in the model's files"
 """The input of a run whose checksum says what its model was loaded from."""

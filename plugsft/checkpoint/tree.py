@@ -71,7 +71,7 @@ class Encoder:
 
     def __call__(self, value: Any, name: str, place: Location | None = None) -> Any:
         """Describe a value; `place` is that of its weight, if it belongs to one."""
-        if isinstance(value, np.number | np.bool_):
+        if isinstance(value, np.integer | np.floating | np.bool_):
             return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
             return value
