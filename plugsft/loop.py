@@ -188,7 +188,7 @@ def evaluation_losses(run: Run) -> list[Tensor]:
                         return losses
                     batch_losses.append(compute_loss(run, micro_batch, denominator=1))
             losses += batch_losses
-            advance(batch.plan.examples, f"after step {run.step}" if run.step else "before step 1")
+            advance(batch.plan.examples, f"after step {run.step}")
     return losses
 
 
