@@ -55,7 +55,7 @@ def calls(models: Models, held_out: list[Row], run: Any) -> Row:
         answers.append(model.write(questions))
         read = [model.calls(*pair) for pair in zip(questions, answers[-1], strict=True)]
         judged = [
-            (call["name"] in row["right"][0], rows.exact(call, row["right"][0]))
+            ([call["name"]] == [*row["right"][0]], rows.exact(call, row["right"][0]))
             for found, row in zip(read, held_out, strict=True)
             for call in found
             if len(found) == 1

@@ -70,9 +70,11 @@ class Measured:
         return [answer.strip() + ("" if stop else " ...") for answer, stop, _ in parts]
 
     def calls(self, row: Row, answer: str) -> list[Row]:
-        """The calls in an answer, as transformers reads them back; none if they are no JSON."""
+        """The calls in an answer, as transformers reads them back; none if they are malformed."""
         try:
             message = self.tokenizer.parse_response(answer + STOP, prefix=self.prompt(row))
         except ValueError:
             return []
-        return [call["function"] for call in message.get("tool_calls", [])]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        whole = all(isinstance(call, dict) and {"name", "arguments"} <= {*call} for call in calls)
+        return calls if whole else []
