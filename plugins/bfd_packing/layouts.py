@@ -48,7 +48,7 @@ class PackedEpoch(Layouts):
         items, bins, self._num_rows = best_fit(ordered, capacity)
         # A row has the position of its longest example in the epoch's order, which is random.
         longest = np.full(self._num_rows, len(order))
-        longest[bins[::-1]] = items[::-1]
+        longest[bins[::-1]] = items[::-1]  # of several items of a bin, the first one stays
         row_of_bin = np.empty(self._num_rows, np.int64)
         row_of_bin[np.argsort(longest)] = np.arange(self._num_rows)
         rows = row_of_bin[bins]

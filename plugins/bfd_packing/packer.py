@@ -62,8 +62,9 @@ class Packer:
     def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Prove it on the run's own model, on all ranks together.
 
-        Here the model is sharded, and no plugin has computed with packed rows yet: some score all
-        examples after their yields. A plugin that answers this hook replaces no wrapper of it.
+        Here the model is sharded, and no plugin has computed with packed rows yet: those that score
+        examples do it after their yields, and this runs before its own. A plugin that answers the
+        hook replaces no wrapper of it.
         """
         from .proof import prove_on_model
 

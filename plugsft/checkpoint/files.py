@@ -40,7 +40,7 @@ Copies = dict[str, Tensor]
 
 def owned_shards(rank: int, shards: Shards) -> Shards:
     """Leave out what another rank writes: the first one alone writes whole tensors."""
-    # A shard that is whole on another rank is whole on the first one, too.
+    # A shard that is whole on another rank is whole on the first one, too, which writes it once.
     return {
         name: shard
         for name, shard in shards.items()

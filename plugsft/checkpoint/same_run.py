@@ -103,9 +103,9 @@ def ensure_same_run(
 
 
 def _is_later(key: str, step: int) -> bool:
-    """Tell whether a key changes the learning rate after a step, or is the empty table of them."""
-    change = key.removeprefix(CHANGED_RATE)
-    return change != key and int(change[1:] or step) >= step
+    """Tell whether a key changes the learning rate after a step; an empty table changes nothing."""
+    table, _, change = key.rpartition(".")
+    return key == CHANGED_RATE or (table == CHANGED_RATE and int(change) >= step)
 
 
 def _show(value: Any) -> str:

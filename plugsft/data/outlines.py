@@ -80,6 +80,7 @@ class Outlines:
             return self.examples_by_turn(chat)
         self.filled += 1
         found = outline.fill(words)
+        # The 1st, 2nd, 4th, 8th, ... is compared with the long way.
         if self.filled.bit_count() == 1 and found != self.examples_by_turn(chat):
             raise AssertionError(
                 "the chat template looks into the words of a message in a way that plugsft does "

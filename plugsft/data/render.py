@@ -156,7 +156,7 @@ def _read_text(kind: str, end: str, every: bool, row: Row) -> Spelled:
 
 
 def _spell(parts: Parts) -> tuple[str, list[Span]]:
-    """The text of an example, and where it is trained."""
+    """The text of an example, and where it is trained: its parts are untrained, trained, ..."""
     text = "".join(parts)
     if not text.isascii():
         try:

@@ -47,11 +47,11 @@ class Schedule:
         steps, changes = len(self._factors), sorted(map(int, train.learning_rate_after))
         if changes and (changes[-1] >= steps or not train.learning_rate):
             raise RecipeError(
-                f"train.learning_rate_after.{changes[-1]}: there is no learning rate to change "
-                f"after that step, of {steps:,}"
+                f"train.learning_rate_after.{changes[-1]}: no learning rate follows that could "
+                "change"
             )
-        for step in range(min(changes, default=steps), steps):
-            self._factors[step] *= train.peak_after(step) / train.learning_rate
+        for done in range(min(changes, default=steps), steps):
+            self._factors[done] *= train.peak_after(done) / train.learning_rate
 
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""

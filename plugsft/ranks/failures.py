@@ -96,7 +96,8 @@ class Watch:
             shared.add(here, 1)
             while shared.add(here, 0) < size:
                 if self.reason:
-                    time.sleep(GRACE / 2)  # its launch ends with the exit code of the first rank
+                    # A launcher takes the exit code of the first rank that ends: the failed one.
+                    time.sleep(GRACE / 2)
                     raise PeerError(self.reason)
                 if os.environ["RANK"] == "0":
                     ensure_alive(shared, seen)

@@ -159,6 +159,7 @@ class BatchLoader:
             name: to_device(value, self._device) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+        # With `_places` go the labels that they are of: a plugin may replace them later.
         return moved | {"_places_of": moved["labels"]} if "_places" in moved else moved
 
 

@@ -126,7 +126,7 @@ def changes() -> list[tuple[str, str, str, str]]:
     return [
         (
             "bfd_packing",
-            "LoRA, 0.6B weights, with `compile`: `capacity` 4,096, then 32,768",
+            "both packed, LoRA, 0.6B weights, with `compile`: `capacity` 4,096; 32,768",
             trained(LORA, "plugsft+compile@4k"),
             long,
         ),
