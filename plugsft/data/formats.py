@@ -197,13 +197,13 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     """Read a row of a format as a conversation; `system` begins it if it has no system prompt."""
     prompt = _list_of_turns(row, "prompt") if kind == "chat completion" else []
     if kind == "alpaca":
-        turns = [*_alpaca(row)]
+        answers = [*_alpaca(row)]
     else:
-        turns = _list_of_turns(row, "completion" if prompt else kind)
-    answers, turns = turns, prompt + turns if prompt else turns
+        answers = _list_of_turns(row, "completion" if prompt else kind)
+    turns = prompt + answers if prompt else answers
     if row.get("system") and "system" in READ_COLUMNS[kind]:
         system = read_text(row, "system")
-    elif _instructs(turns[0]):
+    elif system and _instructs(turns[0]):
         system = ""
     if system:
         turns = [{"role": "system", "content": system}, *turns]
