@@ -94,7 +94,6 @@ def test_the_cache_has_commands_of_its_own():
         (["--help"], ["--help"]),
         (["check", "a.toml"], ["check", "a.toml"]),
         (["a.yaml", "--resume"], ["train", "a.yaml", "--resume"]),
-        (["--without", "lora", "a.json"], ["train", "--without", "lora", "a.json"]),
         (["a.toml", "--resume"], ["train", "a.toml", "--resume"]),
         (["--without", "lora", "a.toml"], ["train", "--without", "lora", "a.toml"]),
         (["recipes/quickstart.toml"], ["train", "recipes/quickstart.toml"]),

@@ -133,15 +133,16 @@ def test_the_loss_is_that_of_the_same_rows(tmp_path, base, plugins, size):
     losses = {}
     for name, source in (("ours", tables["data"]["source"]), ("ready", tmp_path / "ready")):
         data = {"source": str(source), "max_length": 256}
-        recipe = tables | more | {"output": str(tmp_path / name), "data": data}
+        run = tmp_path / f"{name}-run"
+        recipe = tables | more | {"output": str(run), "data": data}
         result = run_plugsft(write_recipe(tmp_path / f"{name}.toml", recipe))
         assert result.returncode == 0, result.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        lines = (run / "metrics.jsonl").read_text().splitlines()
         losses[name] = [
             [line.get(key) for key in ("loss", "eval_loss", "grad_norm")]
             for line in map(json.loads, lines)
         ]
-    assert losses["ready"] == losses["ours"] and read_metrics(tmp_path / "ready")
+    assert losses["ready"] == losses["ours"] and read_metrics(run)
 
 
 def test_packed_rows_are_refused_and_the_code_of_the_docs_takes_them_apart(tmp_path, base):

@@ -1,14 +1,12 @@
 """Runs, models and records that someone else wrote: nothing outside of them is read or changed."""
 
 import errno
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import datasets
@@ -17,7 +15,6 @@ import pytest
 from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 
 from plugsft.base.errors import RecipeError
-from plugsft.data.readers import remote
 from plugsft.lab.trials import run_process
 from plugsft.model.load import ModelLoad
 from plugsft.output.folder import ensure_inputs, lock_output
@@ -184,34 +181,6 @@ def test_an_output_that_is_moved_away_does_not_hide_the_reason(made, tmp_path):
     with pytest.raises(RecipeError, match="the reason"), lock_output(recipe):
         recipe.folder.rename(tmp_path / "moved")
         raise RecipeError("the reason")
-
-
-class Endless(http.server.BaseHTTPRequestHandler):
-    """Answers each request for a byte with bytes that do not end."""
-
-    sent = 0
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send_response(206)
-        self.send_header("Content-Range", "bytes 0-0/1000")
-        self.end_headers()
-        try:
-            while Endless.sent < 1 << 30:
-                Endless.sent += self.wfile.write(bytes(1 << 16))
-        except OSError:
-            pass
-
-
-def test_a_server_does_not_decide_how_much_is_read(monkeypatch):
-    monkeypatch.setattr(remote, "TRIES", 1)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        content, _ = remote._get(f"http://127.0.0.1:{server.server_port}/a.jsonl", 0, 1)
-        server.shutdown()
-    assert len(content) == 2 and Endless.sent < 1 << 25
 
 
 def test_control_characters_of_rows_and_records_are_shown_and_not_obeyed(tmp_path, run):

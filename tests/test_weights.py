@@ -242,7 +242,7 @@ def test_a_plugin_may_weigh_rows(tmp_path, monkeypatch):
 
 def test_liger_s_loss_refuses_weights():
     plugin = FusedLoss(kernel="liger")
-    plugin.package, plugin.loss = "liger", SimpleNamespace(proved="on another model")
+    plugin.package, plugin.loss = "liger", SimpleNamespace(proved="on another model", counts=True)
     wrapper = plugin.add_columns(None)
     next(wrapper)
     with pytest.raises(RecipeError, match="the rows have weights; set kernel"):
