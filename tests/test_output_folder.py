@@ -159,6 +159,15 @@ def test_a_folder_of_data_holds_no_output(tmp_path, monkeypatch):
     assert not places.wrong_inputs(load(path, ["output=run"])[0], path)
 
 
+def test_a_file_of_the_user_is_no_lock(tmp_path):
+    recipe = load(write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path)))[0]
+    recipe.folder.mkdir(exist_ok=True)
+    (recipe.folder / ".lock").write_text("mine")
+    with places.lock_output(recipe):
+        assert places.is_locked(recipe.folder)
+    assert (recipe.folder / ".lock").read_text() == "mine"
+
+
 def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 0}), tmp_path / "run"
     killed(recipe, run)

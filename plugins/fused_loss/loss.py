@@ -112,7 +112,7 @@ class HeadLoss:
         return fused_head.fused_loss(fused_head.Positions(*positions), summed)
 
     def take_hits(self) -> dict[str, Tensor]:
-        """Return how many targets had the likeliest token, and count anew."""
+        """Return how many targets had the likeliest token, and start counting again."""
         hits, self.hits = self.hits, None
         return {} if hits is None else {"mean_token_accuracy": hits}
 

@@ -35,7 +35,8 @@ from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.kit import lay_out
 from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward
-from plugsft.plugins.kto.objective import Mismatched
+from plugsft.plugins.kto import Kto
+from plugsft.plugins.kto.objective import Mismatched, kl_of
 from plugsft.ranks.trained_model import RunModel, evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -321,6 +322,11 @@ def test_each_prompt_gets_the_answer_of_the_example_before_it(tmp_path):
     cut = Mismatched(tokens, np.array([2, 5, 7]), longest)
     assert cut.lengths.tolist() == np.minimum(whole, longest).tolist()
     assert (mismatched.targets - cut.targets).tolist() == (whole - cut.lengths).tolist()
+
+
+def test_a_lone_example_has_no_kl():
+    """Its own answer would be the mismatched one."""
+    assert kl_of(Kto(), None, np.array([3, 3])) == 0
 
 
 def test_an_answer_of_several_turns_begins_at_its_first_trained_token(tmp_path):

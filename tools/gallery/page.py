@@ -70,7 +70,7 @@ def section(name: str, found: dict[str, Any]) -> str:
     machine, seconds = found["machine"], found["seconds"]
     made = (
         f"{found['date'][:10]}, {machine['cores']} cores of {machine['cpu']}, no GPU: "
-        f"{sum(seconds.values()) / 60:.0f} minutes, of which {found['steps']} steps took "
+        f"{sum(seconds.values()) / 60:.0f} minutes in all. The {found['steps']} steps took "
         f"{seconds['train'] / 60:.0f}."
     )
     if found["pilot"]:
