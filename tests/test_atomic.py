@@ -365,7 +365,9 @@ def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place)
     time.sleep(1.5)
     os.kill(first.pid, signal.SIGKILL)
     said = {int(process.communicate(timeout=60)[0].split()[-1]) for process in waiting}
-    assert builders(tmp_path, 2) == [first.pid, *said] and len(said) == 1
+    # Two may find it dead at one moment, and both begin: all take the folder of one of them.
+    (killed, *later), (named,) = builders(tmp_path, 2), said
+    assert killed == first.pid and named in later and len(later) <= 2
     assert damage(place) is None and left_over(place) == []
 
 
