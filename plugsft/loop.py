@@ -108,20 +108,12 @@ def compute_loss(run: Run, micro_batch: Batch, denominator: float) -> Tensor:
 
 def all_reduce(run: Run, losses: list[Tensor], batch: GlobalBatch | None = None) -> Numbers:
     """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
-    metrics, counts = plugin_metrics(run), batch.counts() if batch else {}
-    facts = {
-        **(batch.compared() if batch else {}),
-        "the names that 'add_metrics' gave": ", ".join(metrics) or "none",
-    }
-    return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
-
-
-def plugin_metrics(run: Run) -> dict[str, Tensor | float]:
-    """Return this rank's sums of the plugins' metrics, sorted by name."""
-    metrics = run.active.metrics()
+    metrics = dict(sorted(run.active.metrics().items()))
     if len(metrics) > MOST_METRICS:
         raise PluginError(f"'add_metrics' gave more than {MOST_METRICS} metrics in all")
-    return dict(sorted(metrics.items()))
+    counts, facts = (batch.counts(), batch.compared()) if batch else ({}, {})
+    facts["the names that 'add_metrics' gave"] = ", ".join(metrics) or "none"
+    return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
 
 
 def clip_gradients(run: Run) -> Tensor | float | None:

@@ -170,6 +170,8 @@ def refuse_states(kind, accelerator, recipe, active):
     norm = "model.norm.weight"
     for name, state in {
         "a set": {"names": [{1}]},
+        "complex": {"phase": torch.ones(2, dtype=torch.complex128)},
+        "sparse": {"rows": torch.eye(2).to_sparse()},
         "a tuple as key": {"epochs": {(1, 2): 2}},
         "no such weight": WeightSlice("norm", torch.zeros(16)),
         "another shape": {"slice": WeightSlice(norm, torch.zeros(15))},
@@ -242,6 +244,8 @@ def test_what_cannot_be_stored_is_refused_by_name(answers):
     expected = {
         "a set": "plugin 'average': state_dict() at names/0 is a builtins.set; checkpoints store",
         "a tuple as key": "state_dict() at epochs is a builtins.dict; checkpoints store None",
+        "complex": "state_dict() at phase is a tensor that is complex or sparse; checkpoints store",
+        "sparse": "state_dict() at rows is a tensor that is complex or sparse; checkpoints store",
         "no such weight": "state_dict() is a slice of 'norm', and the model has no weight of that",
         "another shape": "at slice has shape [15]; this rank's slice of model.norm.weight has [16]",
         "no trained weight": "'norm' is no trained weight of the model",

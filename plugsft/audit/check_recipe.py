@@ -344,7 +344,8 @@ def _output(findings: Findings, recipe: Recipe) -> None:
 
 def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints) -> None:
     """Describe the size of a step; warn of likely mistakes."""
-    steps, examples, size = layouts[:STEPS], len(lengths), recipe.train.batch_size
+    count, examples, size = len(layouts), len(lengths), recipe.train.batch_size
+    steps = [layouts[number] for number in range(min(STEPS, count))]
     micro_batches = [lengths[part] for step in steps for rank in step for part in rank if len(part)]
     tokens = sum(int(batch.sum()) for batch in micro_batches)
     per_rank = sum(len(step[0]) for step in steps) / len(steps)
@@ -360,12 +361,12 @@ def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints
         padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
         text += f", padding {padding:.0%}"
     findings.ok("batches", text)
-    if packs and len(layouts) * MAX_FEWER * size <= examples:
+    if packs and count * MAX_FEWER * size <= examples:
         findings.warn(
             "batches",
-            f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
-            f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
-            f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
+            f"an epoch has {format_count(count, 'step')}, and {-(-examples // size):,} "
+            f"unpacked: a step is {size} packed rows, {examples / count:,.0f} examples. "
+            f"Lower train.batch_size to about {max(1, size * size * count // examples)} "
             "to take as many steps as before",
         )
     if padding > MAX_PADDING:

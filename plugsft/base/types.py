@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,19 +206,17 @@ Build: TypeAlias = Callable[[int], LoadedStep]
 LoadedSteps: TypeAlias = Iterator[LoadedStep]
 
 
-class Layouts(Sequence[Layout], ABC):
+class Layouts(ABC):
     """The layouts of an epoch, computed on access: it may have millions of steps."""
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | list[Layout]:
-        if isinstance(number, slice):
-            return [self[index] for index in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Layout:
         if not 0 <= number < len(self):
             raise IndexError(number)
         return self.lay_out(number)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the steps of the epoch."""
 
     @abstractmethod
     def lay_out(self, number: int) -> Layout:

@@ -122,12 +122,14 @@ class Checkpoints:
                 f"{choices(metric, metrics, 'they have:')}"
             )
         new = Best(step, float(metrics[metric]), metric, metrics["eval_tokens"])
-        sign = 1 if checkpoint.best == "lowest" else -1
+        if step == 0 or not math.isfinite(new.value):
+            return  # the model before step 1 has no checkpoint
         # A resume may evaluate other rows, whose values cannot be compared.
-        if best and best.tokens == new.tokens and sign * new.value >= sign * best.value:
-            return
-        if step and math.isfinite(new.value):  # the model before step 1 has no checkpoint
+        if best is None or best.tokens != new.tokens:
             self.best = new
+        else:
+            choose = min if checkpoint.best == "lowest" else max
+            self.best = choose(best, new, key=lambda one: one.value)
 
     @contextmanager
     def best_restored(self, step: int) -> Iterator[int]:

@@ -179,12 +179,13 @@ class TrainState:
             state = optimizer.state.setdefault(place.like, {})
             for key, value in described.items():
                 where = f"{owner}'s state '{key}' of {name}"
-                of_first = first.setdefault((id(place.like), key), value)
-                if of_first is value:
+                shared = (id(place.like), key)
+                if shared not in first:
+                    first[shared] = value
                     state[key] = decode(value, where, place)
                 elif isinstance(value, Mapping) and "like_weight" in value.get("tensor", ()):
                     decode.fill(value["tensor"], place, state[key])
-                elif value != of_first:
+                elif value != first[shared]:
                     raise CheckpointError(
                         f"{decode.reader.folder}: {where} differs from that of other weights, and "
                         f"under ZeRO-3 they share one: {RESUME_ALIKE}"

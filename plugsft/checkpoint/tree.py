@@ -91,6 +91,8 @@ class Encoder:
     def _tensor(self, tensor: Any, name: str, place: Location | None) -> dict[str, Any]:
         if type(tensor) not in TENSORS:
             raise Unstorable(name, _kind(tensor))
+        if tensor.is_complex() or tensor.layout != torch.strided:
+            raise Unstorable(name, "tensor that is complex or sparse")
         described: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
         if tensor.device.type != home_of(self.device, place).type:
             described["host"] = True
@@ -99,7 +101,7 @@ class Encoder:
             described |= {"shape": [*shard.shape], "like_weight": name}
         elif isinstance(tensor, DTensor):
             raise Unstorable(name, "DTensor of another shape than its weight")
-        elif tensor.numel() <= MAX_JSON_NUMBERS and not tensor.is_complex():
+        elif tensor.numel() <= MAX_JSON_NUMBERS:
             described["values"] = tensor.tolist()
         else:
             self.shards[name] = shard_of(tensor.contiguous())

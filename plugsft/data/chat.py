@@ -15,7 +15,7 @@ from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Conversation, Parts
 from .jinja import compile_template
 from .outlines import ChatExamples, Outlines
-from .turns import ASK, Refused, TurnFinder, thoughts_of, write_others
+from .turns import ASK, Refused, TurnFinder, Write, thoughts_of, write_others
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""
@@ -127,27 +127,22 @@ class Chat:
 
         messages = chat.messages
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        calls = [n for n in answers if messages[n].get("tool_calls")]
         trained = self._trained(chat, answers)
         parts = self._write(messages, variables)
         text = "".join(parts)
-        # The calls of trained turns are looked at where the turns are found.
-        found_later = trained if self.mask == SERVED else []
-        calls = [n for n in answers if messages[n].get("tool_calls") and n not in found_later]
-        results = [n for n, turn in enumerate(messages) if turn["role"] == "tool"]
-        if self.mask == BLOCKS:  # what the recipe's own template leaves out is its choice
-            results = []
-        else:
-            _ensure_tools(chat.tools or [], text)
-        if calls or results:
-            without_words = {n: {**messages[n], "content": ""} for n in calls}
-            bare = [without_words.get(n, turn) for n, turn in enumerate(messages)]
-            write_others(write, bare, calls + results)
-        if self.mask == WHOLE:
-            return ChatExamples([["", text]])
         if self.mask == BLOCKS:
+            _ensure_written(write, messages, calls, [])  # all else is the template's choice
             if trained != answers:
                 parts = _choose(parts, answers, trained)
             return ChatExamples([parts], _lost_thoughts((messages[n], text) for n in answers))
+        _ensure_tools(chat.tools or [], text)
+        results = [n for n, turn in enumerate(messages) if turn["role"] == "tool"]
+        if self.mask == WHOLE:
+            _ensure_written(write, messages, calls, results)
+            return ChatExamples([["", text]])
+        # The finder looks at the calls of trained turns.
+        _ensure_written(write, messages, [n for n in calls if n not in trained], results)
         finder = TurnFinder(write, self.special, self.stop, self.end)
         turns = [finder.find(messages, number) for number in trained]
         told = zip(trained, turns, strict=True)
@@ -262,6 +257,17 @@ def _choose(parts: Parts, answers: list[int], trained: list[int]) -> Parts:
         else:
             chosen[-1] += inside + outside
     return chosen
+
+
+def _ensure_written(
+    write: Write, messages: list[Row], calls: list[int], results: list[int]
+) -> None:
+    """Refuse a template that leaves out a part of a call, or a tool's result."""
+    bare = [*messages]
+    for number in calls:  # which may come without their words
+        bare[number] = {**messages[number], "content": ""}
+    if calls or results:
+        write_others(write, bare, calls + results)
 
 
 def _ensure_tools(tools: list[Row], text: str) -> None:

@@ -236,7 +236,8 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     stored_key["encoders"] = key["encoders"]
     # The day of these tokens becomes the run's.
     if key["day"]:
-        key["day"] = data.work.tokenizer.day = stored_key.get("day", "")
+        key["day"] = stored_key.get("day", "")
+        data.work.tokenizer.day = key["day"]
     if not data.sources:
         key["data"] = stored_key["data"]
     if lines := list(differences(stored_key, key)):
@@ -249,6 +250,10 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
 def _prepare_tokens(
     work: ShardWriter, sources: Sequence[OpenSource], active: Active, with_others: WithOthers
 ) -> Tokens:
+    """Find the tokens of sources, or write them.
+
+    The hook `cache` chooses a folder and calls `build`; there, one of all processes calls `fill`.
+    """
     key = key_of(work, sources, active)
     started, built = time.perf_counter(), False
 

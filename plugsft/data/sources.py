@@ -68,10 +68,14 @@ class OpenSource(JoinedRows):
         """All rows of the source."""
         return self.find()
 
+    @property
+    def _split_sizes(self) -> dict[str, int]:
+        return {name: len(rows) for name, rows in self.splits.items()}
+
     @cached_property
     def ranges(self) -> list[Range]:
         """The rows that the recipe takes."""
-        split, sizes = self.source.split, {name: len(rows) for name, rows in self.splits.items()}
+        split, sizes = self.source.split, self._split_sizes
         if split in sizes:
             return [(split, 0, sizes[split])]
         from .readers.dataset import parse_split
@@ -81,10 +85,9 @@ class OpenSource(JoinedRows):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of its tokens says of it."""
-        source = self.source
         return {
-            "name": source.source,
-            "weight": source.weight,
+            "name": self.source.source,
+            "weight": self.source.weight,
             "rows": self.ranges,
         }
 
@@ -93,9 +96,9 @@ class OpenSource(JoinedRows):
         """The ranges of rows."""
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
-            split, sizes = self.source.split, {k: len(rows) for k, rows in self.splits.items()}
             raise DataError(
-                f"{self.where} (split '{split}'): has no rows; set another split of {sizes}"
+                f"{self.where} (split '{self.source.split}'): has no rows; set another split of "
+                f"{self._split_sizes}"
             )
         return parts
 

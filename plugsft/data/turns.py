@@ -126,24 +126,26 @@ class TurnFinder:
         depends = common_prefix(written, self._others(before, turn))
         parted = min(common_prefix(prompt, written), depends)
         parted = len(BEGUN.sub("", prompt[:parted]))  # they part before a tag, not within it
-        # The header before the answer, though the template writes earlier turns otherwise.
-        at = max((prompt.rfind(token) for token in self.special), default=-1)
-        # A header may begin with the tag before the place where they part.
-        while at >= len(TAG_BEFORE.sub("", prompt[:parted])):
-            header = prompt[at:]
+        start = self._behind_header(prompt, written, parted, depends)
+        if start is not None:
+            return start
+        ensure_empty_thought(turn, prompt[parted:], written[parted:depends])
+        return parted
+
+    def _behind_header(self, prompt: str, written: str, parted: int, depends: int) -> int | None:
+        """Find the end of the header before the answer, where earlier turns are written otherwise.
+
+        A header is the end of the prompt from one of the tokenizer's own tokens on.
+        """
+        # It may begin with the tag before the place where the two texts part.
+        first, begin = len(TAG_BEFORE.sub("", prompt[:parted])), len(prompt)
+        while True:
+            begin = max((prompt.rfind(token, 0, begin) for token in self.special), default=-1)
+            if begin < first:
+                return None
+            header = prompt[begin:]
             if (place := written.rfind(header, parted, depends)) >= 0:
                 return place + len(header)
-            at = max(prompt.rfind(token, 0, at) for token in self.special)
-        # The prompt ends with a closed block, an empty thought, that the answer comes without.
-        block, between = prompt[parted:], written[parted:depends]
-        closed = CLOSED.search(block)
-        if closed and thoughts_of(turn):
-            raise Refused(ENDS_THOUGHT)
-        # Only a call may begin with words that do not depend on it.
-        words = not turn.get("tool_calls") and TAG.sub("", between).strip()
-        if not closed or closed.start() or words:
-            raise Refused(f"asks for the answer with {block[-60:]!r}, and then writes it otherwise")
-        return parted
 
     def _close_thought(
         self, before: list[Row], turn: Row, prompt: str, opening: str
@@ -154,7 +156,8 @@ class TurnFinder:
         """
         if opening in self._no_thoughts:
             return None
-        for inline in (False,) if turn.get("tool_calls") else (False, True):
+        places = [False] if turn.get("tool_calls") else [False, True]
+        for inline in places:
             thoughtful = with_thought(turn, THOUGHT, inline)
             with suppress(Refused):
                 written = self.write([*before, thoughtful], False)
@@ -202,7 +205,8 @@ class TurnFinder:
         followers = [{**turn, "content": "!next!"} for turn in messages[number + 1 : number + 2]]
         if messages[number].get("tool_calls"):
             followers.append(RESULT)
-        for follower in [*followers, ASK] if words.endswith(answer[:last]) else ():
+        followers.append(ASK)
+        for follower in followers if words.endswith(answer[:last]) else []:
             with suppress(Refused):
                 longer = self.write([*messages[: number + 1], follower], False)
                 rest = longer.removeprefix(words)
@@ -214,6 +218,20 @@ class TurnFinder:
         if len(answer) > last and answer.endswith(tuple(self.special)):
             return answer
         return answer + self.end
+
+
+def ensure_empty_thought(turn: Row, block: str, between: str) -> None:
+    """Refuse a prompt that ends otherwise than with an empty thought, which the answer lacks.
+
+    `block` is the end of the prompt; `between` is written in its place, before the answer.
+    """
+    closed = CLOSED.search(block)
+    if closed and thoughts_of(turn):
+        raise Refused(ENDS_THOUGHT)
+    # Only a call may begin with words that do not depend on it.
+    words = "" if turn.get("tool_calls") else TAG.sub("", between).strip()
+    if not closed or closed.start() or words:
+        raise Refused(f"asks for the answer with {block[-60:]!r}, and then writes it otherwise")
 
 
 def common_prefix(first: Any, second: Any) -> int:

@@ -165,7 +165,7 @@ def read_trial(folder: Path, steps: int, code: int, seconds: float) -> Trial:
     return trial
 
 
-def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:
+def run_process(words: Sequence[str], log: Path) -> tuple[int, float]:
     """Run a command to its end; return its exit code and the seconds it took."""
     started = time.perf_counter()
     # In its own process group: Ctrl-C does not make it save a checkpoint that nobody wants.
@@ -175,7 +175,7 @@ def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[in
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=child_environment(**environment),
+            env=child_environment(),
         )
         try:
             code = process.wait()

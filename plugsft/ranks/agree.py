@@ -28,7 +28,7 @@ from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
 from .failures import PeerError, describe_failure, watch
-from .stopping import Stopping, Vote
+from .stopping import Stopping
 
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
@@ -77,7 +77,7 @@ def agreed(
     error = stopping.error or caught  # a notice failed before
     own = stopping.vote(operation, caught)
     try:
-        fine = are_alike(operation if own == Vote(operation) else None, patience)
+        fine = are_alike(operation if own.goes_on else None, patience)
         votes = [] if fine else gathered(own)
     except RuntimeError:
         if error is None:

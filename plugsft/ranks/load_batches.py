@@ -159,8 +159,10 @@ class BatchLoader:
             name: to_device(value, self._device) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        # With `_places` go the labels that they are of: a plugin may replace them later.
-        return moved | {"_places_of": moved["labels"]} if "_places" in moved else moved
+        if "_places" in moved:
+            # The labels that these are of: a plugin may replace them later.
+            moved["_places_of"] = moved["labels"]
+        return moved
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -192,7 +194,8 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
     if given[:-1] == lengths[:-1] and given[-1:] >= lengths[-1:]:
         return
     ids = tokens.gather(examples)[0]
-    if len(given) < len(lengths) or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
+    unchanged = np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids)
+    if unchanged or len(given) < len(lengths):
         raise PluginError(
             f"{maker} packed examples that attend to each other: their 'documents' begin with "
             f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return pack(tokens, examples), "

@@ -85,24 +85,22 @@ class RunModel:
             answers: list[str] = work_with_weights(self._hooks, self._run, "generate", work)
             return answers
 
-    def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
+    def load_frozen(self, path: str = "") -> Module:
         """Load a frozen model with the run's settings: the run's model again, or another."""
         kwargs = dict(self.load.kwargs)
         if half := half_dtype(self._accelerator):
             kwargs["dtype"] = half  # it is not trained
         if path:
             kwargs.pop("revision", None)
-            kwargs |= {"revision": revision} if revision else {}
         with together(f"loading {path or 'the initial model'}"):
             load = ModelLoad(path or self.load.path, kwargs, is_sharded(self._accelerator))
             load.new_tokens = self.load.new_tokens
             return shard_frozen_model(self._accelerator, load, load.load_model())
 
-    def weights_digest(self, path: str = "", revision: str | None = None) -> str:
+    def weights_digest(self, path: str = "") -> str:
         """Return a checksum of the weights that `load_frozen` loads."""
-        if not path:
-            path, revision = self.load.path, self.load.kwargs.get("revision")
-        return weights_digest(path, revision)
+        revision = None if path else self.load.kwargs.get("revision")
+        return weights_digest(path or self.load.path, revision)
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained weight, in float32; clone it to keep it."""

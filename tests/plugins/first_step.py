@@ -9,7 +9,7 @@ from conftest import TEXT, tiny_tables
 
 from plugsft.base.machine import look
 from plugsft.data.chat import CHATML
-from plugsft.loop import forward_backward, plugin_metrics
+from plugsft.loop import forward_backward
 from plugsft.registry.load import resolve
 from plugsft.run import open_run
 
@@ -83,7 +83,7 @@ class FirstStep:
         """Return the loss and the metrics of the step; leave its gradients behind."""
         batch = next(self.run.global_batches())
         loss = sum(float(part) for part in forward_backward(self.run, batch))
-        sums = plugin_metrics(self.run)
+        sums = self.run.active.metrics()
         return loss, {name: float(value) / self.plan.denominator for name, value in sums.items()}
 
 
