@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..base.types import Row
 from .formats import BadRow, Conversation, Parts
@@ -36,10 +37,6 @@ class ChatExamples:
     examples: list[Parts]
     warnings: list[str] = field(default_factory=list)
 
-    def map(self, change: Callable[[str], str]) -> "ChatExamples":
-        """Change each part."""
-        return ChatExamples([[*map(change, parts)] for parts in self.examples], self.warnings)
-
 
 @dataclass(frozen=True)
 class Outline:
@@ -51,7 +48,8 @@ class Outline:
 
     def fill(self, words: list[str]) -> ChatExamples:
         """The examples of the chat with these words."""
-        return self.examples.map(lambda part: part.format(*words))
+        filled = [[part.format(*words) for part in parts] for parts in self.examples.examples]
+        return ChatExamples(filled, self.examples.warnings)
 
 
 @dataclass
@@ -65,7 +63,7 @@ class Outlines:
     """What changes more than itself where it stands among words: stop tokens, for instance."""
     searched: set[str]
     """What the template looks for, and has not been tried."""
-    known: dict[str, Outline | None] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Outline | None] = field(default_factory=dict)
     """Shape -> outline; None where there is none."""
     spaces: dict[tuple[str, str], str | None] = field(default_factory=dict)
     """Role, and white space around {} -> what of it the template writes; None if it depends."""
@@ -116,7 +114,8 @@ class Outlines:
 
     def _outline(self, chat: Conversation, words: list[str]) -> Outline | None:
         """The outline for a chat with these words."""
-        shape = repr(([message["role"] for message in chat.messages], chat.num_prompt, chat.flags))
+        roles = (message["role"] for message in chat.messages)
+        shape = (*roles, chat.num_prompt, *chat.flags.items())
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
                 self.known.clear()
@@ -141,7 +140,9 @@ class Outlines:
             found = self.examples_by_turn(replace(chat, messages=messages))
         except BadRow:
             return None
-        outline = Outline(_outlined(self.write(messages)), found.map(_outlined))
+        examples = [[*map(_outlined, parts)] for parts in found.examples]
+        whole = _outlined(self.write(messages))
+        outline = Outline(whole, ChatExamples(examples, found.warnings))
         return outline if outline.fill(places) == found else None
 
     def _is_filled(self, chat: Conversation, forms: Forms, words: Forms) -> bool:
