@@ -211,6 +211,7 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
     for words in (["train.micro_batch=1"], ["plugins.bfd_packing.capacity=256"]):
         assert not any("at a time" in line for line in check(path, *words).warn), words
     assert not any("at a time" in line for line in check(path, ranks=8).warn)
+    assert "= 200.0 is far above" in check(path, "train.learning_rate=2e2", ranks=8).warn[-1]
     [said] = re.findall("warning: .*", run_plugsft(path, "train.steps=1").stdout)
     assert said.endswith(line.removeprefix("recipe").strip())
 

@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_492, "data": 18_242, "lab": 11_314, "ranks": 8_279, "model": 7_785,
-    "start": 2_517, "export": 4_769, "checkpoint": 5_896, "audit": 6_776,
+    "commands": 13_498, "data": 18_241, "lab": 11_313, "ranks": 8_278, "model": 7_768,
+    "start": 2_531, "export": 4_769, "checkpoint": 5_896, "audit": 6_772,
     "output": 6_715, "tokens": 4_133, "base": 5_378, "modules beside the rooms": 5_163,
     "api": 3_562, "recipe": 4_439, "registry": 3_328, "batches": 1_741, "testing": 2_362,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_891, 44_919, 57_988
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_887, 44_919, 57_970
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -223,10 +223,10 @@ def inspect_data(
     recipe: Recipe,
     active: Active,
     title: str,
-    rows: int = 3,
-    first: int = 0,
-    everything: bool = False,
-    page: Path | None = None,
+    rows: int,
+    first: int,
+    everything: bool,
+    page: Path | None,
 ) -> None:
     """Show some rows of each source token by token, and audit a sample of it, or all of it."""
     if page:

@@ -20,7 +20,6 @@ from ..base.types import WeightSlice
 from ..model.tensor_shards import (
     TensorShard,
     dtype_name,
-    dtype_named,
     local_values,
     shard_of,
 )
@@ -156,7 +155,7 @@ class Decoder:
         return tuple(values) if kind == "tuple" else values
 
     def _tensor(self, described: Mapping[str, Any], where: str, place: Location | None) -> Tensor:
-        dtype, shape = dtype_named(described["dtype"]), described["shape"]
+        dtype, shape = getattr(torch, described["dtype"]), described["shape"]
         device = torch.device("cpu") if described.get("host") else home_of(self.device, place)
         if place is not None and "like_weight" in described:
             like = torch.zeros_like(

@@ -9,7 +9,7 @@ CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop
 
 
 def name_rows(
-    numbers: Sequence[int], rows: Rows | None = None, first: int = 0, count: int | None = None
+    numbers: Sequence[int], rows: Rows | None, first: int = 0, count: int | None = None
 ) -> str:
     """Name rows, counted from 1: "lines 4, 7" of a jsonl file, else "rows 3, 6".
 

@@ -152,7 +152,7 @@ def cross_entropy_(
     targets: Tensor,
     transform: LogitTransform,
     differentiate: bool,
-    hits: Tensor | None = None,
+    hits: Tensor | None,
 ) -> Tensor:
     """Return -log p of each target; turn the head's output in `tile` into its gradient."""
     columns = targets[:, None]

@@ -73,9 +73,3 @@ def local_values(tensor: Any) -> Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a type: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return a type of torch by its short name."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -205,7 +205,7 @@ def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
 
 @contextmanager
 def gradient_sync(
-    accelerator: Accelerator, model: Module, last: bool, whole: bool = False
+    accelerator: Accelerator, model: Module, last: bool, whole: bool
 ) -> Iterator[None]:
     """Reduce gradients over ranks: under DDP only after a step's last micro-batch.
 

@@ -69,7 +69,7 @@ class GlobalBatch:
 
     def rows(self) -> str:
         """Name the rows of all ranks."""
-        return name_rows(self.tokens, [*chain(*self.plan.layout)])
+        return name_source_rows(self.tokens, [*chain(*self.plan.layout)])
 
 
 class BatchLoader:
@@ -130,7 +130,7 @@ class BatchLoader:
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"
                 if collating is not None:
-                    note += f", from {name_rows(tokens, [collating])}"
+                    note += f", from {name_source_rows(tokens, [collating])}"
                 error.add_note(note)
                 raise
 
@@ -203,7 +203,7 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
         )
 
 
-def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
+def name_source_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
     """Name the rows of micro-batches: "chats.jsonl rows 3, 17", counted from 1."""
     examples = [int(number) for number in chain(*micro_batches)]
     by_source: dict[str, list[str]] = {}

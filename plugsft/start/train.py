@@ -90,3 +90,8 @@ def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
             f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
             f"{min(8, share)} (1 if you mean it)"
         )
+    if train.learning_rate > 1:
+        yield (
+            f"train.learning_rate = {train.learning_rate} is far above what recipes take: about "
+            "1e-5, with adapters 1e-4"
+        )

@@ -156,8 +156,8 @@ def _set_schedule(c: Conversion) -> None:
     unset = c.get("warmup_steps", c.get("warmup_ratio")) is None
     training.set_warmup(c, 0.03 if unset else 0.0)
     warmup = c.lines["train.warmup"]
-    warmup.value = min(warmup.value, 100.0) if unset else warmup.value
-    warmup.value = 2.0 if warmup.value == 1 else warmup.value  # axolotl makes two of one
+    warmup.value = min(warmup.value, 100) if unset else warmup.value
+    warmup.value = 2 if warmup.value == 1 else warmup.value  # axolotl makes two of one
 
 
 def _share(c: Conversion, key: str) -> float:

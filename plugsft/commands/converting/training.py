@@ -82,8 +82,8 @@ def set_warmup(c: Conversion, ratio: float) -> None:
         warmup = 0.0  # transformers' schedule "constant" has none
     total = total_steps(c)
     if total and key == "warmup_ratio" and c.tool == "axolotl" and 0 < warmup < 1:
-        warmup = float(int(total * warmup))  # the others round up, as plugsft does
-    c.set("train.warmup", warmup, key)
+        warmup = int(total * warmup)  # the others round up, as plugsft does
+    c.set("train.warmup", warmup if warmup < 1 else int(warmup), key)
 
 
 def set_length(c: Conversion, epochs: str, default: float) -> None:

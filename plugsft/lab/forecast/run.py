@@ -85,9 +85,7 @@ def parse_gpus(text: str) -> tuple[int, int]:
     return machines, each
 
 
-def cluster_of(
-    gpus: tuple[int, int], memory: str | None, name: str | None, here: bool = False
-) -> Cluster:
+def cluster_of(gpus: tuple[int, int], memory: str | None, name: str | None, here: bool) -> Cluster:
     """Choose the GPUs that were asked for, or this machine's device.
 
     `here`: the memory is that of this machine, and not of some GPU.
