@@ -243,7 +243,8 @@ def test_samples_come_as_texts(tmp_path):
     assert len(tables) == 3
     texts = {path.name: path.read_text() for path in (tmp_path / "mlruns").rglob("step-*.md")}
     assert {*texts} == {"step-000002.md", "step-000004.md"}
-    assert "Prompt:\n\n    Who | <b>?\n\nAnswer:\n\n    " in texts["step-000002.md"]
+    answer = f"Prompt:\n\n    Who | <b>?\n\nAnswer:\n\n    {rows[4][0][1]}"
+    assert answer in texts["step-000004.md"]
     script = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
