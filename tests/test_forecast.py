@@ -47,6 +47,7 @@ WORDS = TEXT.split()
 KINDS = {"one": SINGLE, "cpu2": DDP, "fsdp2": FSDP2, "zero3": ZERO3}
 # So large that its tensors dwarf what else a process holds, and as few tokens as can be.
 SCRATCH = {"hidden": 768, "layers": 5, "heads": 8, "vocab": 400, "context": 512}
+MEDIUM = SCRATCH | {"hidden": 512}
 HEADY = {"hidden": 256, "layers": 2, "heads": 4, "vocab": 12_000, "context": 2048}
 CHECKPOINTING, FUSED, LORA = {"gradient_checkpointing": {}}, {"fused_loss": {}}, {"lora": {"r": 8}}
 
@@ -136,7 +137,9 @@ GRID = [
         for kind in ("one", "fsdp2")
     ),
     ("one", {"low_memory_adam": {"kind": "adamw_8bit"}}, {}),
-    *(("one", {"torch_optimizer": {"name": name}}, {}) for name in ("sgd", "adafactor", "muon")),
+    *(("one", {"torch_optimizer": {"name": name}}, {}) for name in ("sgd", "adafactor")),
+    # torch's Muon multiplies in bfloat16, which takes a CPU minutes.
+    ("one", {"torch_optimizer": {"name": "muon", "options": {"ns_steps": 1}}}, {"scratch": MEDIUM}),
 ]
 
 
