@@ -60,7 +60,7 @@ def saving_at_failure(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         # Another notice may fail in here. So the ranks agree again, on this failure and on the
-        # first, on whether they can save.
+        # first; that decides once more whether they `can_save`.
         with suppress(Exception):
             if run.stopping.can_save:
                 with run.agreed("logging the last step"):

@@ -124,7 +124,7 @@ def wrapper(hook, after="return given", before="pass"):
             ["4 steps and evaluations with it, and 6 without"],
         ),
         (
-            wrapper("plan_batches(self)", "return [*given[1:], given[0]]"),
+            wrapper("plan_batches(self)", "return [*given][1:] + [given[0]]"),
             ["step 1: trained_tokens", "moved to another step"],
         ),
         (

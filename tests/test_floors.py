@@ -64,7 +64,7 @@ SIZES = {
     "output": 6_715, "tokens": 4_133, "base": 5_378, "modules beside the rooms": 5_163,
     "api": 3_562, "recipe": 4_439, "registry": 3_328, "batches": 1_741, "testing": 2_362,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_887, 44_919, 57_970
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_887, 44_920, 57_970
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -47,15 +47,16 @@ class PackedEpoch(Layouts):
         ordered = lengths[order]
         items, bins, self._num_rows = best_fit(ordered, capacity)
         # A row has the position of its longest example in the epoch's order, which is random.
-        longest = np.full(self._num_rows, len(order))
-        longest[bins[::-1]] = items[::-1]  # of several items of a bin, the first one stays
+        position = np.full(self._num_rows, len(order))
+        # The longest come first: written backwards, the longest of a bin is the last, and stays.
+        position[bins[::-1]] = items[::-1]
         row_of_bin = np.empty(self._num_rows, np.int64)
-        row_of_bin[np.argsort(longest)] = np.arange(self._num_rows)
+        row_of_bin[np.argsort(position)] = np.arange(self._num_rows)
         rows = row_of_bin[bins]
         self._examples = order[items[np.argsort(rows, kind="stable")]]
         self._stops = np.cumsum(np.bincount(rows, minlength=self._num_rows))
-        costs = np.bincount(rows, weights=cost(ordered[items]), minlength=self._num_rows)
-        self._costs, self._ranks, self._size = costs, ranks, size
+        self._costs = np.bincount(rows, weights=cost(ordered[items]), minlength=self._num_rows)
+        self._ranks, self._size = ranks, size
         self._tokens = np.bincount(rows, weights=ordered[items], minlength=self._num_rows)
         self._longest = int(ordered.max(initial=1))
         self._capacity, self._fill = capacity, ordered.sum() / (self._num_rows * capacity)
@@ -191,5 +192,6 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:
                 add_group(first, available, space)
     firsts, num_bins, each_of = np.array(segments, np.int64).reshape(-1, 3).T
     num_items = num_bins * each_of
-    inside = np.arange(len(items)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
-    return items, np.repeat(firsts, num_items) + inside // np.repeat(each_of, num_items), bins
+    in_segment = np.arange(len(items)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
+    bin_in_segment = in_segment // np.repeat(each_of, num_items)
+    return items, np.repeat(firsts, num_items) + bin_in_segment, bins
