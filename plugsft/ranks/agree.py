@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
 from .failures import PeerError, describe_failure, watch
-from .stopping import Stopping
+from .stopping import Stopping, Vote
 
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
@@ -38,7 +38,6 @@ KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Gloo's messages for a lost process."""
-T = TypeVar("T")
 BUILD, CACHED, FAILED = "build", "cached", "failed"
 """Messages of the main process to the other ranks in `artefact`."""
 
@@ -76,8 +75,9 @@ def agreed(
         caught = raised
     error = stopping.error or caught  # a notice failed before
     own = stopping.vote(operation, caught)
+    goes_on = own == Vote(operation)  # nothing to say but where it is
     try:
-        fine = are_alike(operation if own.goes_on else None, patience)
+        fine = are_alike(operation if goes_on else None, patience)
         votes = [] if fine else gathered(own)
     except RuntimeError:
         if error is None:
@@ -145,18 +145,18 @@ def all_done(done: bool) -> bool:
 
 def gathered(value: Any) -> list[Any]:
     """Give each rank's value to all of them."""
-    values: list[Any] = [value] * _ranks()
+    values = [value] * _ranks()
     if _ranks() > 1:
         dist.all_gather_object(values, value, host_group())
     return values
 
 
-def from_main(value: T | None = None) -> T:
+def from_main(value: Any = None) -> Any:
     """Give the main process's value to every rank; the others need not give one."""
-    values: list[Any] = [value]
+    values = [value]
     if _ranks() > 1:
         dist.broadcast_object_list(values, src=0, group=host_group())
-    return values[0]  # type: ignore[no-any-return]
+    return values[0]
 
 
 @contextmanager
@@ -260,8 +260,7 @@ class Ranks:
         """Join each build of the main process; return its value."""
         own: Exception | None = None
         while True:
-            told: tuple[str, Any] = from_main()
-            message, value = told
+            message, value = from_main()
             if message == CACHED:
                 return value
             if message == FAILED:
