@@ -318,5 +318,5 @@ def parse_step(path: Path) -> int | None:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """List the checkpoints of a run, in the order of their steps; each may be damaged."""
-    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*/")]
-    return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
+    found = [path for path in checkpoints.glob("step-*/") if parse_step(path) is not None]
+    return sorted(found, key=lambda path: (parse_step(path) or 0, path))
