@@ -76,7 +76,7 @@ class BatchLoader:
     """Loads this rank's micro-batches of each step."""
 
     def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int, packed: bool) -> None:
-        self.accelerator, self.hooks, self._pad, self._packed = accelerator, hooks, pad, packed
+        self.hooks, self._pad, self._packed = hooks, pad, packed
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(

@@ -64,15 +64,16 @@ class RunModel:
         the training go on as before.
         """
         plain: Any = self._weights.plain
-        sharded = is_sharded(self._accelerator)
-        seed = self._run.recipe.train.seed, self._run.step
+        device, sharded = self._accelerator.device, is_sharded(self._accelerator)
+        seed = np.random.SeedSequence([self._run.recipe.train.seed, self._run.step])
 
         def work() -> list[str]:
             with (
                 evaluating(plain),
                 attention_with_cache(plain),
-                random_numbers(self._accelerator.device, *seed),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
+                torch.manual_seed(int(seed.generate_state(1)[0]))
                 speaker = Speaker(plain, self._run.tokenizer, max_tokens, temperature, sharded)
                 return speaker.answer_all(prompts)
 
@@ -128,14 +129,6 @@ def work_with_weights(run: Run, purpose: Purpose, work: Callable[[], Any]) -> An
     if not called:
         raise PluginError(f"'use_weights' did not call work() for \"{purpose}\"; it must")
     return result
-
-
-@contextmanager
-def random_numbers(device: torch.device, seed: int, step: int) -> Iterator[None]:
-    """Draw other random numbers inside the block, the same on all ranks."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
-        yield
 
 
 @contextmanager
