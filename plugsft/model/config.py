@@ -156,8 +156,7 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
 
 def max_context(config: PretrainedConfig) -> int | None:
     """Return the model's longest sequence, if its configuration names it."""
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet says -1: no limit.
     return context if context is None or context > 0 else None
 
