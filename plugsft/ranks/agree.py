@@ -179,8 +179,9 @@ def ending_together(output: str) -> Iterator[None]:
 
 def is_lost(error: Exception) -> bool:
     """Whether an error means that another rank is gone, whose own message says why."""
-    lost = isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
-    return isinstance(error, RuntimeError) and lost
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
+    )
 
 
 def _ranks() -> int:
