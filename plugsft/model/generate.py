@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -86,7 +86,7 @@ class Speaker:
         """Answer any number of questions and chats."""
         chats = [self.ask(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         batches = [chats[start : start + BATCH] for start in range(0, len(chats), BATCH)]
-        return [answer for batch in batches for answer in self.answer(batch)]
+        return [*chain(*map(self.answer, batches))]
 
     def answer(self, chats: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
         """Answer several chats in one batch."""

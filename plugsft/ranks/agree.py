@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
         return
     reports = gathered(dict(facts))
     differing = []
-    for name in sorted({name for report in reports for name in report}):
+    for name in sorted({*chain(*reports)}):
         values = [report.get(name, "not set") for report in reports]
         if len({*values}) > 1:
             differing.append(f"{name}: {_by_rank(values)}")
