@@ -116,12 +116,11 @@ def all_reduce(run: Run, losses: list[Tensor], batch: GlobalBatch | None = None)
     return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
 
 
-def clip_gradients(run: Run) -> Tensor | float | None:
+def clip_gradients(run: Run) -> Any:
     """Undo the loss's scale; clip to the recipe's norm (0: no limit); return the one before."""
     limit = run.recipe.train.max_grad_norm or math.inf
     run.loss_scale.unscale(run.module.parameters())
-    norm: Tensor | float | None = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
-    return norm
+    return run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
 
 
 def update_weights(run: Run, batch: GlobalBatch, numbers: Numbers) -> None:
@@ -156,7 +155,7 @@ def evaluate(run: Run) -> None:
             return {} if run.stopping.signal else evaluation_metrics(run, losses)
 
     with torch.no_grad():
-        metrics = work_with_weights(run.hooks, run, "evaluate", work)
+        metrics = work_with_weights(run, "evaluate", work)
     if metrics:
         run.notify("logged", step=run.step, metrics=metrics)
         run.checkpoints.compare(run.step, metrics)

@@ -103,7 +103,7 @@ class Run:
         pad = pad_id(self.tokenizer)
         self.loader = BatchLoader(self.hooks, accelerator, pad, bool(self.packing))
         self.ranks = Ranks(accelerator, self.hooks)
-        self.model = RunModel(self, self.module, self.loader, self.loaded.load, self.weights)
+        self.model = RunModel(self)
         self.stopping = Stopping(self.describe_stop)
         self.log = StepLog(self)
 
@@ -264,8 +264,7 @@ class Run:
         keep_best = self.recipe.checkpoint.keep_best
 
         def work() -> Path:
-            files = self.loaded.files
-            save_model(self.accelerator, self.weights, self.tokenizer, self.recipe, files)
+            save_model(self)
             return folder
 
         if keep_best and best is None:
@@ -277,7 +276,7 @@ class Run:
             if keep_best and best is not None:
                 self.facts["best"] = {"step": step, keep_best: best.value}
                 say(f"best: {keep_best} {best.value:.4g} at step {step}; model/ has its weights")
-            work_with_weights(self.hooks, self, "save", work)
+            work_with_weights(self, "save", work)
         self.notify("saved", folder=folder, kind="model", step=step)
 
 
@@ -329,13 +328,13 @@ def describe(run: Run) -> None:
 
 def describe_model(run: Run) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
-    plain: Any = run.weights.plain
-    sizes = [(num_weights(weight), weight.requires_grad) for weight in plain.parameters()]
+    plain, model = run.weights.plain, run.recipe.model
+    trained = [weight for weight in plain.parameters() if weight.requires_grad]
     return {
-        "source": run.recipe.model.path or "scratch",
+        "source": model.path or "scratch",
         "type": plain.config.model_type,
-        "parameters": sum(size for size, _ in sizes),
-        "trained_parameters": sum(size for size, trained in sizes if trained),
-        "dtype": run.recipe.model.dtype,
-        "weights": run.recipe.model.weights,
+        "parameters": sum(map(num_weights, plain.parameters())),
+        "trained_parameters": sum(map(num_weights, trained)),
+        "dtype": model.dtype,
+        "weights": model.weights,
     }

@@ -12,7 +12,6 @@ from plugsft.checkpoint.final_model import (
     ensure_saveable,
     ensure_written,
     name_in_file,
-    read_adapters,
 )
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
@@ -41,7 +40,7 @@ def written(tmp_path):
 
 def test_written_adapters_pass(written):
     folder, shards = written
-    ensure_written(folder, read_adapters(folder), shards, None)
+    ensure_written(folder, WeightFiles(None, folder.glob("*.safetensors")), shards, None)
 
 
 def test_names_in_adapter_files_lack_peft_s_own_parts():
@@ -69,7 +68,7 @@ def test_a_broken_tensor_of_the_final_model_is_named(written, says):
     BREAKS[says](found)
     save_file(found, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=says) as refused:
-        ensure_written(folder, read_adapters(folder), shards, None)
+        ensure_written(folder, WeightFiles(None, folder.glob("*.safetensors")), shards, None)
     assert "--resume" in str(refused.value)
 
 

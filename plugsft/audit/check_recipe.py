@@ -84,7 +84,7 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
     machine, findings = look(), Findings()
     if ranks:
-        machine = replace(machine, world_size=ranks, local_size=ranks)
+        machine = replace(machine, world_size=ranks)
     _check(findings, recipe, active, path, machine)
     if findings.problems:
         raise RecipeError(findings.problems)

@@ -31,7 +31,6 @@ WRITE_ERRORS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
 ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
 """The system's error number in the text of an error, from Rust and from shutil."""
-STEP = re.compile(r"step-([0-9]+)")
 OF_CHECKPOINTS = re.compile(r"rank-[0-9]+-[0-9]+\.safetensors|state\.json|manifest\.json")
 """Files of a checkpoint, which are plugsft's also where its manifest is lost."""
 
@@ -312,11 +311,11 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def parse_step(path: Path) -> int | None:
     """Read the step from the name of a checkpoint folder; None for any other name."""
-    match = STEP.fullmatch(path.name)
+    match = re.fullmatch(r"step-([0-9]+)", path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """List the checkpoints of a run, in the order of their steps; each may be damaged."""
-    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*/")]
-    return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
+    found = [path for path in checkpoints.glob("step-*/") if parse_step(path) is not None]
+    return sorted(found, key=lambda path: (parse_step(path) or 0, path))

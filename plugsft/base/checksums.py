@@ -14,8 +14,6 @@ from .errors import PlugsftError
 
 MIN_REMEMBERED_SIZE = 1 << 22
 """Bytes of the smallest file whose checksum is cached."""
-DIGITS = 32
-"""Length of a checksum."""
 SETTLED_SECONDS = 2.0
 """A file changed less than this many seconds ago may change again with the same time."""
 
@@ -72,7 +70,7 @@ def cached_file_digest(path: Path) -> str:
     note = cache_folder() / "files" / digest({"file": identity})
     with suppress(OSError):
         known = note.read_text(errors="replace")
-        if len(known) == DIGITS:  # else a killed process left it
+        if len(known) == 32:  # all digits; else a killed process left it
             return known
     checksum = file_digest(path)
     if now - stat.st_mtime > SETTLED_SECONDS:

@@ -98,14 +98,15 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str],
     if not is_terminal():
         yield _line_by_line(label, total, unit)
         return
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(f"{unit}  {{task.fields[note]}}"),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out, transient=True) as bars:
+        console=out,
+        transient=True,
+    ) as bars:
         task = bars.add_task(label, total=total, note="")
         yield lambda by, note: bars.update(task, advance=by, note=note)
 

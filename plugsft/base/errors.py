@@ -185,14 +185,11 @@ def explain_load_error(path: str, error: Exception) -> str:
     first, _, rest = str(error).strip().partition("\n")
     # "Validation error for field 'x':" has its reason on the next line.
     detail = " " + rest.strip().partition("\n")[0] if first.rstrip().endswith(":") else ""
-    return f"{type(error).__name__}: {first}{detail}{trust_hint(error)}"
-
-
-def trust_hint(error: Exception) -> str:
-    """Return how to allow a model's or tokenizer's own code, if the error is about that."""
-    if TRUST not in str(error):
-        return ""
-    return (
-        ". Python code that comes with a model runs only if you allow it: model.trust_remote_code "
-        "= true in your recipe, or --trust-remote-code for chat and export"
-    )
+    reason = f"{type(error).__name__}: {first}{detail}"
+    if TRUST in str(error):
+        reason += (
+            ". Python code that comes with a model runs only if you allow it: "
+            "model.trust_remote_code = true in your recipe, or --trust-remote-code for chat and "
+            "export"
+        )
+    return reason

@@ -40,9 +40,9 @@ class Layout:
                 "main_process_ip": self.host,
                 "main_process_port": self.port,
             }
-        if self.nodes > 1 and self.strategy == "zero3":
-            # Otherwise DeepSpeed would start the other nodes itself, through pdsh.
-            options["deepspeed_multinode_launcher"] = "standard"
+            if self.strategy == "zero3":
+                # Otherwise DeepSpeed would start the other nodes itself, through pdsh.
+                options["deepspeed_multinode_launcher"] = "standard"
         return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 

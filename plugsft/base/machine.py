@@ -28,8 +28,6 @@ class Machine:
     """Bytes."""
     rank: int
     world_size: int
-    local_size: int
-    """Ranks on this machine."""
     strategy: str
     """How ranks shard the model: "fsdp2", "zero3", or "" if each holds all of it."""
 
@@ -68,7 +66,6 @@ def look() -> Machine:
         memory=memory_limit(),
         rank=rank,
         world_size=size,
-        local_size=beside,
         strategy="".join(
             name for name, it in SWITCHES.items() if os.environ.get(it, "").lower() == "true"
         ),

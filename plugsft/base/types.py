@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -184,12 +185,12 @@ class StepPlan:
     @property
     def examples(self) -> int:
         """Number of examples."""
-        return sum(len(micro_batch) for rank in self.layout for micro_batch in rank)
+        return sum(map(len, chain(*self.layout)))
 
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches with examples, over all ranks."""
-        return sum(len(micro_batch) > 0 for rank in self.layout for micro_batch in rank)
+        return sum(len(micro_batch) > 0 for micro_batch in chain(*self.layout))
 
 
 @dataclass(frozen=True)

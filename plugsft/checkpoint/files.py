@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,13 @@ class ShardReader:
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
         open_file: Any = safe_open
-        self._open = lru_cache(MAX_OPEN)(lambda path: open_file(path, "pt"))
+        opened = lru_cache(MAX_OPEN)(lambda path: open_file(path, "pt"))
+        self._open = opened
         writers = {path: int(path.name.split("-")[1]) for path in folder.glob("rank-*.safetensors")}
         nearest = rank * (max(writers.values(), default=0) + 1) // ranks
         self._files = sorted(writers, key=lambda path: (abs(writers[path] - nearest), path))
-        self._headers: dict[Path, dict[str, Any]] = {}
-        """File -> start and whole shape of each tensor in it, if the file was opened."""
+        self._header = cache(lambda path: json.loads(opened(path).metadata()[OFFSETS]))
+        """File -> start and whole shape of each tensor in it."""
 
     def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:
         """Read the values of a shard; `exact` refuses to round them to the shard's type."""
@@ -171,11 +172,6 @@ class ShardReader:
             f"{self.folder}: {name} does not fit this model: the checkpoint is of another model, "
             "or other weights of it were trained"
         )
-
-    def _header(self, path: Path) -> dict[str, Any]:
-        if path not in self._headers:
-            self._headers[path] = json.loads(self._open(path).metadata()[OFFSETS])
-        return self._headers[path]
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:

@@ -6,21 +6,19 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..base.atomic import publish
 from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
+from ..hooks import Run
 from ..model.load import persistent_buffers
 from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import WeightFiles, find_weight_files, group_tensors, meta_copy
 from ..ranks.agree import agreed
-from ..ranks.weights import Weights
 from ..recipe.capabilities import Capability
-from ..recipe.tables import Recipe
 
 BASE = "base_model.json"
 """File in a folder of adapters: the checksum of their base model's files."""
@@ -56,44 +54,37 @@ def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
-def save_model(
-    accelerator: Accelerator,
-    held: Weights,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    base: str,
-) -> None:
-    """Publish the trained model after comparing the files with the weights.
-
-    `base` is the checksum of the files that the model was loaded from: adapters go with these.
-    """
-    plain: Any = held.plain
+def save_model(run: Run) -> None:
+    """Publish the trained model after comparing the files with the weights."""
+    held, plain = run.weights, run.weights.plain
     # The folder of an adapter holds what was trained; its base stays where it is.
-    dtype = getattr(torch, recipe.model.dtype)
+    dtype = getattr(torch, run.recipe.model.dtype)
     is_adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
     shards: dict[str, TensorShard] = {}
     for name, parameter in held.parameters(trained=is_adapter).items():
         whole = held.whole(parameter)
-        if accelerator.is_main_process:
+        if run.is_main:
             shards[name] = held.shard(parameter)
             weights[name] = whole.to("cpu", None if is_adapter else dtype).contiguous()
     with agreed("writing the trained model"):
-        if accelerator.is_main_process:
+        if run.is_main:
             buffers = {} if is_adapter else persistent_buffers(plain)
             shards |= {name: shard_of(buffer) for name, buffer in buffers.items()}
-            end_generation(plain, tokenizer)
-            with publish(recipe.folder / "model", replace=True) as folder:
+            end_generation(plain, run.tokenizer)
+            with publish(run.output / "model", replace=True) as folder:
                 plain.save_pretrained(folder, state_dict=weights | buffers)
                 if not is_adapter:
                     # transformers writes the type of the weights in memory.
                     plain.config.dtype = dtype
                     plain.config.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+                run.tokenizer.save_pretrained(folder)
                 if is_adapter:
-                    write_base(folder, base)
+                    write_base(folder, run.loaded.files)
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
-                    ensure_written(folder, read_adapters(folder), stored, None)
+                    # Adapters keep their names in files, so no model is needed.
+                    files = WeightFiles(None, folder.glob("*.safetensors"))
+                    ensure_written(folder, files, stored, None)
                 else:
                     files = WeightFiles(meta_copy(plain), find_weight_files(str(folder), None))
                     ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
@@ -114,11 +105,6 @@ def ensure_written(
             f"{folder.parent}: the trained model was not written as it is: {wrong}. The last "
             "checkpoint holds all that was trained: --resume goes on from it"
         )
-
-
-def read_adapters(folder: Path) -> WeightFiles:
-    """Adapters keep their names in files, so no model is needed."""
-    return WeightFiles(None, folder.glob("*.safetensors"))
 
 
 def name_in_file(name: str) -> str:

@@ -58,22 +58,16 @@ def own_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state.json; refuse another version's."""
+def ensure_same_run(
+    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Refuse a checkpoint of another version, of another recipe, or of other inputs, if given."""
     state = read_json(path / STATE)
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: was written by another version of plugsft (format {state.get('format')}; "
             f"this one reads {FORMAT}): resume with that version"
         )
-    return state
-
-
-def ensure_same_run(
-    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] = {}
-) -> dict[str, Any]:
-    """Refuse a checkpoint of another recipe or, if their checksums are given, of other inputs."""
-    state = read_state(path)
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
     then = defaults_of(now) | state["recipe"]

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,8 +250,10 @@ class Checkpoints:
                 if path != best_folder:
                     discard(path)
             except (DiskError, OSError) as error:
-                reason = reason_of(error)
-                say(f"warning: {path} could not be removed ({reason}); it still takes disk space")
+                say(
+                    f"warning: {path} could not be removed ({reason_of(error)}); it still takes "
+                    "disk space"
+                )
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
         """Go on from the first undamaged checkpoint, if any."""
@@ -300,7 +303,7 @@ def ensure_one_output(recipe: Recipe) -> None:
 def difference_between_ranks(described: Mapping[str, Any]) -> str:
     """Name the first part of the state in which ranks differ; a collective."""
     ranks = gathered(dict(leaves(described)))
-    paths = dict.fromkeys(path for rank in ranks for path in rank)
+    paths = dict.fromkeys(chain(*ranks))
     differing = [path for path in paths if len({rank.get(path) for rank in ranks}) > 1]
     return f"{differing[0]} differs between ranks"
 

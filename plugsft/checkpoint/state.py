@@ -25,12 +25,6 @@ from .tree import PLAIN, RESUME_ALIKE, Decoder, Encoder, Location, Unstorable, w
 
 WEIGHTS, OPTIMIZER, PLUGINS = "model", "optimizer", "plugins"
 """Beginnings of the names of tensors."""
-STORABLE = (
-    "checkpoints store None, booleans, numbers, text, lists, tuples, dictionaries with text or "
-    "whole numbers as keys, tensors and WeightSlice"
-)
-STATE_DICT_KEYS = ("state", "param_groups")
-"""The keys of every optimizer's `state_dict`."""
 Values = dict[str, Any]
 
 
@@ -72,7 +66,11 @@ class TrainState:
                 described["plugin_states"][name] = encode(state, f"{PLUGINS}/{name}")
         except Unstorable as error:
             where = where_in_plugin(error.name)
-            raise PluginError(f"{where} is a {error.kind}; {STORABLE}") from error
+            raise PluginError(
+                f"{where} is a {error.kind}; checkpoints store None, booleans, numbers, text, "
+                "lists, tuples, dictionaries with text or whole numbers as keys, tensors and "
+                "WeightSlice"
+            ) from error
         try:
             described["optimizers"] = self._describe_optimizers(encode)
         except Unstorable as error:
@@ -227,7 +225,8 @@ def _extra(optimizer: Optimizer) -> Values:
     """Entries that an optimizer adds to its `state_dict` belong to no weight and no group."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return {}
-    return {k: v for k, v in optimizer.state_dict().items() if k not in STATE_DICT_KEYS}
+    standard = ("state", "param_groups")
+    return {key: value for key, value in optimizer.state_dict().items() if key not in standard}
 
 
 def _changed(now: list[Values], initial: list[Values]) -> list[Values]:

@@ -83,8 +83,8 @@ class Encoder:
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [self(item, f"{name}/{n}", place) for n, item in enumerate(value)]}
         if isinstance(value, Mapping) and all(isinstance(key, KEYS) for key in value):
-            items = [(key, item, f"{name}/{_part(key)}") for key, item in value.items()]
-            return {"dict": [[key, self(item, inside, place)] for key, item, inside in items]}
+            items = value.items()
+            return {"dict": [[k, self(item, f"{name}/{_part(k)}", place)] for k, item in items]}
         raise Unstorable(name, _kind(value))
 
     def _tensor(self, tensor: Any, name: str, place: Location | None) -> dict[str, Any]:

@@ -24,16 +24,14 @@ from ..recipe.tables import Model, Recipe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PICKLES = ("pytorch_model", "adapter_model")
-"""File name prefixes of weights that may be pickled."""
-
 
 def load_config(model: Model) -> PretrainedConfig:
     """Read the configuration of a model, without its weights."""
-    options = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
     try:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            str(model.path), **options
+            str(model.path),
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
         )
     except Exception as error:  # transformers passes on all errors of its parsers and of the hub
         raise load_error(str(model.path), error) from error
@@ -90,7 +88,8 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
             names = huggingface_hub.list_repo_files(path, revision=revision)
     except Exception:  # no network: loading will refuse the pickle
         return
-    pickles = [name for name in names if name.startswith(PICKLES) and name.endswith(".bin")]
+    prefixes = ("pytorch_model", "adapter_model")
+    pickles = [name for name in names if name.startswith(prefixes) and name.endswith(".bin")]
     if not pickles or any(name.endswith(".safetensors") for name in names):
         return
     target = f"{Path(path).name}-safetensors"
@@ -157,8 +156,7 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
 
 def max_context(config: PretrainedConfig) -> int | None:
     """Return the model's longest sequence, if its configuration names it."""
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet says -1: no limit.
     return context if context is None or context > 0 else None
 

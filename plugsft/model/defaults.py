@@ -90,9 +90,10 @@ class ModelDefaults(ScheduleDefaults):
         logits = model(**model_inputs(batch), use_cache=False).logits
         targets = batch["labels"][:, 1:].flatten()
         predictions = logits[:, :-1].flatten(0, 1).float()
+        kind = "sum" if summed else "none"
+        losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction=kind)
         if summed:
-            return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
-        losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
+            return losses
         places = target_places(batch)
         # Predictions leave out the last place of each row: before row r, r places are missing.
         rows = places // batch["labels"].shape[1]

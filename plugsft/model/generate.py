@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -85,7 +86,7 @@ class Speaker:
         """Answer any number of questions and chats."""
         chats = [self.ask(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         batches = [chats[start : start + BATCH] for start in range(0, len(chats), BATCH)]
-        return [answer for batch in batches for answer in self.answer(batch)]
+        return [*chain(*map(self.answer, batches))]
 
     def answer(self, chats: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
         """Answer several chats in one batch."""
@@ -115,6 +116,5 @@ class Speaker:
         return [self._text(row[ids.shape[1] :].tolist()) for row in generated]
 
     def _text(self, ids: list[int]) -> str:
-        ends = [index for index, token in enumerate(ids) if token in self.stops]
-        text = self.tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=True)
-        return str(text).strip()
+        answer = [*takewhile(lambda token: token not in self.stops, ids)]
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()

@@ -93,16 +93,14 @@ class ModelLoad:
 
     def _skeleton(self) -> PreTrainedModel | None:
         """Build the model without weights, if its files hold all of them as they are."""
-        known = {"revision", "trust_remote_code"} & self.kwargs.keys()
-        config = AutoConfig.from_pretrained(self.path, **{n: self.kwargs[n] for n in known})
-        options = {name: value for name, value in self.kwargs.items() if name != "revision"}
+        options = dict(self.kwargs)
+        revision, trusted = options.pop("revision", None), options.get("trust_remote_code")
+        config = AutoConfig.from_pretrained(self.path, revision=revision, trust_remote_code=trusted)
         # DeepSpeed shards each tensor as it is created; else tensors get no memory.
         with nullcontext() if zero3_enabled() else init_empty_weights(include_buffers=False):
             model = model_from_config(config, **options)
         model.tie_weights()
-        files = WeightFiles(
-            meta_copy(model), find_weight_files(self.path, self.kwargs.get("revision"))
-        )
+        files = WeightFiles(meta_copy(model), find_weight_files(self.path, revision))
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):
             return None
         with torch.no_grad():

@@ -40,8 +40,8 @@ def ensure_room(
     text = f"about {format_size(need)} needed, {format_size(free)} free"
     if need < free:
         return text
-    names = [] if adapters else active.plugins
-    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in names):
+    hooks = ["optimize_model", "optimizer"]
+    if not adapters and any(active.implements(name, hooks) for name in active.plugins):
         return f"{text}; but a plugin may train few weights, and so write far less"
     raise RecipeError(f"output: {text}; free some, lower checkpoint.keep, or name another output")
 

@@ -319,9 +319,15 @@ def read_run(folder: Path) -> RunRecord:
 
 def as_of(run: RunRecord, step: int, status: str) -> RunRecord:
     """What was known of a run after a step; means of the whole run are left out."""
-    gone: dict[str, Any] = {"seconds": None, "throughput": {}, "memory": {}}
-    steps = run.steps.model_copy(update={"done": step})
-    known = run.model_copy(update=gone | {"status": status, "steps": steps})
+    known = run.model_copy(
+        update={
+            "status": status,
+            "steps": run.steps.model_copy(update={"done": step}),
+            "seconds": None,
+            "throughput": {},
+            "memory": {},
+        }
+    )
     known.metrics = [line for line in run.metrics if line["step"] <= step]
     return known
 

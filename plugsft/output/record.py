@@ -144,8 +144,9 @@ class Record:
         """Add the plugins' summaries; print what is new."""
         # After the notice `finished`, in which a plugin may still compute its summary.
         before, now = self.run.get("plugins", []), self.plugins()
-        for plugin in (plugin for plugin in now if plugin not in before):
-            say(f"plugin {plugin['name']}: {plugin['summary']}")
+        for plugin in now:
+            if plugin not in before:
+                say(f"plugin {plugin['name']}: {plugin['summary']}")
         self.run["plugins"] = now
         if self.run["status"] == "completed" and self.run["reason"]:
             say(f"stopped after step {self.run['steps']['done']}: {self.run['reason']}")

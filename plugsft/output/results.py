@@ -78,11 +78,10 @@ def diff(first: Path, second: Path) -> None:
     for name, run in (("A", a), ("B", b)):
         steps = f"{run.steps.done:,} of {run.steps.total:,} steps"
         say(f"{name}  {run.folder}: {run.status}, {steps}, started {run.started}")
-    same = [title for title, rows, lines in sections if not rows and not lines]
-    for section in sections:
-        if section[0] not in same:
-            show(*section)
-    if same:
+    for title, rows, lines in sections:
+        if rows or lines:
+            show(title, rows, lines)
+    if same := [title for title, rows, lines in sections if not (rows or lines)]:
         say(f"\nthe same: {', '.join(same)}")
 
 
@@ -90,7 +89,8 @@ def show(title: str, rows: list[Comparison], lines: list[str]) -> None:
     """Print two values in a line, then long ones below each other."""
     long = [row for row in rows if max(len(row.a), len(row.b)) > WIDE]
     say("")
-    print_table([Comparison(title, "A", "B"), *(row for row in rows if row not in long)])
+    short = [row for row in rows if row not in long]
+    print_table([Comparison(title, "A", "B"), *short])
     for row in long:
         say(f"{row.name}  A: {row.a}\n{'':<{len(row.name)}}  B: {row.b}")
     for line in lines:

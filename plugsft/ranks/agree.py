@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
 from .failures import PeerError, describe_failure, watch
-from .stopping import Stopping
+from .stopping import Stopping, Vote
 
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
@@ -38,7 +39,6 @@ KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Gloo's messages for a lost process."""
-T = TypeVar("T")
 BUILD, CACHED, FAILED = "build", "cached", "failed"
 """Messages of the main process to the other ranks in `artefact`."""
 
@@ -76,8 +76,9 @@ def agreed(
         caught = raised
     error = stopping.error or caught  # a notice failed before
     own = stopping.vote(operation, caught)
+    goes_on = own == Vote(operation)  # nothing to say but where it is
     try:
-        fine = are_alike(operation if own.goes_on else None, patience)
+        fine = are_alike(operation if goes_on else None, patience)
         votes = [] if fine else gathered(own)
     except RuntimeError:
         if error is None:
@@ -114,7 +115,7 @@ def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
         return
     reports = gathered(dict(facts))
     differing = []
-    for name in sorted({name for report in reports for name in report}):
+    for name in sorted({*chain(*reports)}):
         values = [report.get(name, "not set") for report in reports]
         if len({*values}) > 1:
             differing.append(f"{name}: {_by_rank(values)}")
@@ -145,18 +146,18 @@ def all_done(done: bool) -> bool:
 
 def gathered(value: Any) -> list[Any]:
     """Give each rank's value to all of them."""
-    values: list[Any] = [value] * _ranks()
+    values = [value] * _ranks()
     if _ranks() > 1:
         dist.all_gather_object(values, value, host_group())
     return values
 
 
-def from_main(value: T | None = None) -> T:
+def from_main(value: Any = None) -> Any:
     """Give the main process's value to every rank; the others need not give one."""
-    values: list[Any] = [value]
+    values = [value]
     if _ranks() > 1:
         dist.broadcast_object_list(values, src=0, group=host_group())
-    return values[0]  # type: ignore[no-any-return]
+    return values[0]
 
 
 @contextmanager
@@ -179,8 +180,9 @@ def ending_together(output: str) -> Iterator[None]:
 
 def is_lost(error: Exception) -> bool:
     """Whether an error means that another rank is gone, whose own message says why."""
-    lost = isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
-    return isinstance(error, RuntimeError) and lost
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
+    )
 
 
 def _ranks() -> int:
@@ -260,8 +262,7 @@ class Ranks:
         """Join each build of the main process; return its value."""
         own: Exception | None = None
         while True:
-            told: tuple[str, Any] = from_main()
-            message, value = told
+            message, value = from_main()
             if message == CACHED:
                 return value
             if message == FAILED:

@@ -66,8 +66,7 @@ def start_watch(machine: Machine) -> None:
 
 def has_launcher_store(machine: Machine) -> bool:
     """Whether the launcher has a store, by which ranks can talk before there is a group."""
-    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return own and machine.world_size > 1
+    return machine.world_size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:

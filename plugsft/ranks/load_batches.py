@@ -4,7 +4,7 @@ An out-of-memory error names the micro-batch and the settings that lower memory.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -69,14 +69,14 @@ class GlobalBatch:
 
     def rows(self) -> str:
         """Name the rows of all ranks."""
-        return name_source_rows(self.tokens, [*chain(*self.plan.layout)])
+        return name_source_rows(self.tokens, chain(*chain(*self.plan.layout)))
 
 
 class BatchLoader:
     """Loads this rank's micro-batches of each step."""
 
     def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int, packed: bool) -> None:
-        self.accelerator, self.hooks, self._pad, self._packed = accelerator, hooks, pad, packed
+        self.hooks, self._pad, self._packed = hooks, pad, packed
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
@@ -130,7 +130,7 @@ class BatchLoader:
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"
                 if collating is not None:
-                    note += f", from {name_source_rows(tokens, [collating])}"
+                    note += f", from {name_source_rows(tokens, collating)}"
                 error.add_note(note)
                 raise
 
@@ -174,7 +174,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def ensure_step(loaded: LoadedStep | None, expected: int | None, loader: str) -> None:
     """Refuse another step than the next, which `loader` lost, repeated or reordered."""
-    step = None if loaded is None else loaded.plan.step
+    step = loaded and loaded.plan.step
     if step != expected:
         names = [f"step {number}" if number else "the end" for number in (step, expected)]
         raise PluginError(
@@ -203,16 +203,16 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
         )
 
 
-def name_source_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
-    """Name the rows of micro-batches: "chats.jsonl rows 3, 17", counted from 1."""
-    examples = [int(number) for number in chain(*micro_batches)]
+def name_source_rows(tokens: Tokens, examples: Iterable[int]) -> str:
+    """Name the rows of examples: "chats.jsonl rows 3, 17", counted from 1."""
+    numbers = [*map(int, examples)]
     by_source: dict[str, list[str]] = {}
-    for source, row in map(tokens.source_of, examples[:MAX_ROWS]):
+    for source, row in map(tokens.source_of, numbers[:MAX_ROWS]):
         by_source.setdefault(tokens.facts["sources"][source]["name"], []).append(str(row + 1))
     if not by_source:
         return "no row"
     names = ", ".join(f"{name} rows {', '.join(rows)}" for name, rows in by_source.items())
-    more = f" and {len(examples) - MAX_ROWS} more" if len(examples) > MAX_ROWS else ""
+    more = f" and {len(numbers) - MAX_ROWS} more" if len(numbers) > MAX_ROWS else ""
     return names + more
 
 
@@ -226,14 +226,14 @@ def explain_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        where = f"{phase}step {batch.step}, rank {batch.rank}"
         cures = [
             f"a smaller {recipe.micro_batch_size()[0]}",
             f"a smaller data.max_length (now {recipe.data.max_length:,})",
             *_missing_plugins(recipe, SAVERS),
         ]
         raise TrainError(
-            f"{where}: out of memory in {_describe_micro_batch(batch, len(losses))}. "
+            f"{phase}step {batch.step}, rank {batch.rank}: out of memory in "
+            f"{_describe_micro_batch(batch, len(losses))}. "
             f"It needs less with {'; '.join(cures)}; {SHARD}. None changes the batch size"
         ) from error
 

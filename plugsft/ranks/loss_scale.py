@@ -59,8 +59,10 @@ class LossScale:
                 '"bfloat16" or "float32", or a lower train.learning_rate'
             )
         if self._in_a_row == MANY:
-            what = f"{MANY} steps in a row are skipped, as gradients overflow float16"
-            say(f"warning: step {step}: {what}; the loss scale is now {scale / 2:g}")
+            say(
+                f"warning: step {step}: {MANY} steps in a row are skipped, as gradients overflow "
+                f"float16; the loss scale is now {scale / 2:g}"
+            )
         return {"loss_scale": scale, "skipped_steps": self.skipped} if self.on else {}
 
     def state(self) -> dict[str, float]:

@@ -30,8 +30,17 @@ SETTINGS = {
 """Settings of [train] that the core's AdamW uses, and another optimizer may not: setting -> its
 name in a parameter group, and its place there."""
 ELEMENTWISE = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
 )
 """Optimizers of torch that update each number on its own."""
 WEIGHTS = {"FSDP": "the DTensors of FSDP2", "DEEPSPEED": "the empty weights of ZeRO-3"}

@@ -43,8 +43,10 @@ def mixed_precision(model: Model, deepspeed: bool) -> str:
     """Choose accelerate's mixed_precision by the recipe; refuse what the launcher adds to it."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked not in ("no", "bf16") and (asked, model.dtype) != ("fp16", "float16"):
-        cure = 'set mixed_precision: no in its file, and model.dtype = "float16" in the recipe'
-        raise LaunchError(f"the launcher asks for mixed_precision {asked}; {cure}")
+        raise LaunchError(
+            f"the launcher asks for mixed_precision {asked}; set mixed_precision: no in its file, "
+            'and model.dtype = "float16" in the recipe'
+        )
     if model.dtype == "float16":
         if deepspeed:
             raise LaunchError(

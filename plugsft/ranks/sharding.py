@@ -49,13 +49,14 @@ def shard_model(
     """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
     if is_zero3(accelerator):
         return _shard_by_zero3(accelerator, load, model, make)
+    prepared = model
     if accelerator.is_fsdp2:
         _shard_by_rows(accelerator, load, model)
-        return model, ensure_updates_trained_weights(model, make(model))
-    copied = accelerator.prepare_model(model)
-    if isinstance(copied, DistributedDataParallel):
-        _choose_buckets(copied)
-    return copied, ensure_updates_trained_weights(model, make(model))
+    else:
+        prepared = accelerator.prepare_model(model)
+    if isinstance(prepared, DistributedDataParallel):
+        _choose_buckets(prepared)
+    return prepared, ensure_updates_trained_weights(model, make(model))
 
 
 def shard_frozen_model(accelerator: Accelerator, load: ModelLoad, model: Any) -> Module:

@@ -26,11 +26,6 @@ class Vote(NamedTuple):
     request: str = ""
     """Why a plugin on this rank asks to end."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the rank has nothing to say but where it is."""
-        return self == Vote(self.operation)
-
 
 class Stopping:
     """This rank's reasons to end the run, and those that all ranks have agreed on.

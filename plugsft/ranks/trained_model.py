@@ -14,16 +14,14 @@ from torch.nn import Module
 from ..base.checksums import digest
 from ..base.errors import PluginError
 from ..base.types import Ints
-from ..hooks import Hooks, Purpose, Run
+from ..hooks import Purpose, Run
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import ModelLoad
 from ..model.weight_files import weights_digest
 from ..tokens.store import Tokens
 from .agree import together
-from .load_batches import BatchLoader
 from .precision import half_dtype
 from .sharding import is_sharded, shard_frozen_model
-from .weights import Weights
 
 
 class RunModel:
@@ -33,14 +31,12 @@ class RunModel:
     all ranks with its reason.
     """
 
-    def __init__(
-        self, run: Run, module: Module, loader: BatchLoader, load: ModelLoad, weights: Weights
-    ) -> None:
-        self.module, self.load = module, load
-        self._run, self._loader, self._weights = run, loader, weights
-        self._accelerator, self._hooks = loader.accelerator, loader.hooks
+    def __init__(self, run: Run) -> None:
+        self.module, self.load = run.module, run.loaded.load
+        self._run, self._weights = run, run.weights
+        self._accelerator = run.accelerator
         mixed = self._accelerator.mixed_precision != "no"
-        self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
+        self.exact = self.load.kwargs["dtype"] == torch.float32 and not mixed
         """Whether the model computes in float32 everywhere."""
 
     @torch.no_grad()
@@ -50,10 +46,10 @@ class RunModel:
         All ranks call it together, even without examples. `module`: a frozen model to use instead.
         """
         with together("scoring examples"):
-            batch = self._loader.load_batch(tokens, examples)
+            batch = self._run.loader.load_batch(tokens, examples)
             module = self.module if module is None else module
             with evaluating(module):
-                return self._hooks.token_nll(model=module, batch=batch, summed=False)
+                return self._run.hooks.token_nll(model=module, batch=batch, summed=False)
 
     @torch.no_grad()
     def generate(
@@ -68,21 +64,22 @@ class RunModel:
         the training go on as before.
         """
         plain: Any = self._weights.plain
-        sharded = is_sharded(self._accelerator)
-        seed = self._run.recipe.train.seed, self._run.step
+        device, sharded = self._accelerator.device, is_sharded(self._accelerator)
+        seed = np.random.SeedSequence([self._run.recipe.train.seed, self._run.step])
 
         def work() -> list[str]:
             with (
                 evaluating(plain),
                 attention_with_cache(plain),
-                random_numbers(self._accelerator.device, *seed),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
+                torch.manual_seed(int(seed.generate_state(1)[0]))
                 speaker = Speaker(plain, self._run.tokenizer, max_tokens, temperature, sharded)
                 return speaker.answer_all(prompts)
 
         asked = digest({"prompts": [*prompts]})[:6]
         with together(f"generating answers to the prompts {asked}"):
-            answers: list[str] = work_with_weights(self._hooks, self._run, "generate", work)
+            answers: list[str] = work_with_weights(self._run, "generate", work)
             return answers
 
     def load_frozen(self, path: str = "") -> Module:
@@ -119,7 +116,7 @@ class RunModel:
             self._weights.set_shards(trained)
 
 
-def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
+def work_with_weights(run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
     """Do work with the weights that plugins put in place for its purpose, such as averages."""
     called = False
 
@@ -128,18 +125,10 @@ def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[
         called = True
         return work()
 
-    result = hooks.use_weights(run=run, purpose=purpose, work=noted)
+    result = run.hooks.use_weights(run=run, purpose=purpose, work=noted)
     if not called:
         raise PluginError(f"'use_weights' did not call work() for \"{purpose}\"; it must")
     return result
-
-
-@contextmanager
-def random_numbers(device: torch.device, seed: int, step: int) -> Iterator[None]:
-    """Draw other random numbers inside the block, the same on all ranks."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
-        yield
 
 
 @contextmanager

@@ -222,7 +222,7 @@ class Forecaster:
         left_out = {each.plugin for name in LEFT_OUT for each in recipe.providers(name)}
         _, active = resolve(tables, [*left_out])
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
-        registry.check(active, recipe, replace(look(), world_size=ranks, local_size=ranks), HOOKS)
+        registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
         workload = workload_of(recipe, active, self.epoch, ranks)
         shape = {name: getattr(value, "shape", value) for name, value in workload.batch.items()}
         half, device = recipe.model.dtype != "float32", "cuda" if self._gpu else "cpu"
