@@ -228,28 +228,24 @@ def render(
         rows = [without(row, data.ignore) for row in rows]
     rendered = hooks.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
-        raise DataError(describe_unknown_columns(lead_row(rows, data), data, source))
+        row = lead_row(rows, data)
+        columns = ", ".join(sorted(row)) or "none"
+        if data.columns:
+            columns += " (renamed by [data.columns])"
+        if {"input_ids", "prompt_ids"} & row.keys():
+            columns += (
+                ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
+                "model.tokenizer too"
+            )
+        raise DataError(
+            f"{source}: no format has these columns: {columns}. Known are messages; prompt and "
+            "completion; instruction and output; conversations; text. Name yours in "
+            '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
+        )
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
     check_columns(rendered, len(rows), f"{source}: {with_plugins(hooks.render)}")
     return rendered
-
-
-def describe_unknown_columns(row: Row, data: Data, source: str) -> str:
-    """Describe columns that no format reads."""
-    columns = ", ".join(sorted(row)) or "none"
-    if data.columns:
-        columns += " (renamed by [data.columns])"
-    if {"input_ids", "prompt_ids"} & row.keys():
-        columns += (
-            ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
-            "model.tokenizer too"
-        )
-    return (
-        f"{source}: no format has these columns: {columns}. Known are messages; "
-        "prompt and completion; instruction and output; conversations; text. Name yours in "
-        '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
-    )
 
 
 def merge(shards: Sequence[Shard]) -> Shard:
