@@ -21,17 +21,10 @@ from ..base.checksums import cached_file_digest, digest
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Range, Row, Rows, Slice
-from ..recipe.tables import Data, Source
+from ..recipe.tables import DATA_FILES, Data, Source
 from .jsonl import JoinedRows, RowList, find_lines
 from .render import lead_row
 
-FILES = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".csv": "csv",
-}
 SLICE_BYTES = 4_000_000
 """Size of a slice: small enough to balance workers and to fit in memory."""
 SLICE_ROWS = 10_000
@@ -128,7 +121,7 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
             return {"train": _read_json(path, where)}
         from .readers.dataset import read_splits
 
-        reader = FILES[path.suffix] if path.is_file() else None
+        reader = path.suffix[1:] if path.is_file() else None
         return read_splits(name, reader, f"{where} (split '{source.split}')")
 
     def identify() -> str:
@@ -145,15 +138,15 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
 
 def _ensure_readable(name: str, where: str) -> None:
     """Refuse what is a path, by its name or on the disk, and holds no data."""
-    path, known = Path(name), ", ".join(FILES)
+    path, known = Path(name), ", ".join(DATA_FILES)
     if path.is_file():
-        if path.suffix not in FILES:
+        if path.suffix not in DATA_FILES:
             raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
     elif path.is_dir():
         files = [*path.glob("*"), *path.glob("data/*")]
-        if not any(set(FILES) & set(file.suffixes) for file in files):
+        if not any({*DATA_FILES} & {*file.suffixes} for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(
                 f"{where}: the folder has no data: no {known} file, and no dataset of "
@@ -161,8 +154,8 @@ def _ensure_readable(name: str, where: str) -> None:
             )
     elif path.exists():
         raise DataError(f"{where}: is a pipe or a device, and is read twice; write it to a file")
-    elif path.suffix in FILES or name.startswith((".", "/")):
-        names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
+    elif path.suffix in DATA_FILES or name.startswith((".", "/")):
+        names = [file.name for file in path.parent.glob("*") if file.suffix in DATA_FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
 
 

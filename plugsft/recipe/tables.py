@@ -27,6 +27,8 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 PASSWORD = re.compile(r"[\w+.-]+://[^/?#]*:[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
+DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+"""The endings of files with rows."""
 TEMPLATES = ("auto", "own")
 """Values of model.chat_template that are no files."""
 LOSSY = (

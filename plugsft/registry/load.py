@@ -16,9 +16,7 @@ from .discover import find
 
 
 def load(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    without: Sequence[str] = (),
+    path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()
 ) -> tuple[Recipe, Active]:
     """Read a recipe and create its plugins; report all mistakes at once."""
     return resolve(read(path, overrides), without, path)
@@ -50,9 +48,8 @@ def resolve(
         plugins = {name: options_of(plugin) for name, plugin in created.items()}
     recipe, wrong = validate({**raw, "plugins": plugins}, path)
     columns = recipe.data.columns if recipe else {}
-    problems = (
-        wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
-    )
+    problems = [*wrong, *problems]
+    problems += [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     if problems or recipe is None:
         raise RecipeError(problems)
     recipe = recipe.with_provided(
