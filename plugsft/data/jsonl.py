@@ -91,12 +91,8 @@ class JoinedRows:
     """Rows of several files, or of several ranges of one."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-
-    @property
-    def parts(self) -> Sequence[Rows]:
-        """The rows of each file or range; those of a source are found at the first access."""
-        return self._parts
+        self.parts = parts
+        """The rows of each file or range."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))

@@ -78,14 +78,10 @@ class OpenSource(JoinedRows):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of its tokens says of it."""
-        return {
-            "name": self.source.source,
-            "weight": self.source.weight,
-            "rows": self.ranges,
-        }
+        return {"name": self.source.source, "weight": self.source.weight, "rows": self.ranges}
 
     @cached_property
-    def parts(self) -> Sequence[Rows]:
+    def parts(self) -> Sequence[Rows]:  # type: ignore[override]  # found at the first access
         """The ranges of rows."""
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
