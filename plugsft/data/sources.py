@@ -8,9 +8,9 @@ here.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,39 @@ class OpenSource(JoinedRows):
     source: Source
     where: str
     """The recipe's key and the name, for messages."""
-    find: Callable[[], Mapping[str, Rows]]
-    """Gives all rows of the source, by split."""
-    identify: Callable[[], str]
-    """Gives a checksum of its content."""
+    objects: list[Any]
+    """The objects of an address."""
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """A checksum of the source's content, and the split."""
-        return {"content": self.identify(), "split": self.source.split}
+        path = Path(self.source.source)
+        if self.objects:
+            content = digest({"versions": [each.version for each in self.objects]})
+        elif path.is_file():
+            content = cached_file_digest(path)
+        else:
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
+            content = digest(
+                checksums or {split: rows.fingerprint for split, rows in self.splits.items()}
+            )
+        return {"content": content, "split": self.source.split}
 
     @cached_property
-    def splits(self) -> Mapping[str, Rows]:
-        """All rows of the source."""
-        return self.find()
+    def splits(self) -> Mapping[str, Any]:
+        """All rows of the source, by split."""
+        name, path, split = self.source.source, Path(self.source.source), self.source.split
+        if self.objects:
+            from .readers.remote import read_objects
+
+            return {"train": read_objects(self.objects, split, self.where)}
+        if path.is_file() and path.suffix in (".jsonl", ".json"):
+            return {"train": _read_json(path, self.where)}
+        from .readers.dataset import read_splits
+
+        reader = path.suffix[1:] if path.is_file() else None
+        return read_splits(name, reader, f"{self.where} (split '{split}')")
 
     @property
     def _split_sizes(self) -> dict[str, int]:
@@ -97,39 +116,13 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
 
     `key` is the recipe's key that names it, for messages.
     """
-    name, path = source.source, Path(source.source)
-    where = f"{key}: {name}"
-    objects: list[Any] = []
+    name, where = source.source, f"{key}: {source.source}"
     if "://" in name:
         from .readers.remote import find_objects
 
-        objects = find_objects(name, where)
-    else:
-        _ensure_readable(name, where)
-
-    @cache
-    def find() -> Mapping[str, Any]:
-        if objects:
-            from .readers.remote import read_objects
-
-            return {"train": read_objects(objects, source.split, where)}
-        if path.is_file() and path.suffix in (".jsonl", ".json"):
-            return {"train": _read_json(path, where)}
-        from .readers.dataset import read_splits
-
-        reader = path.suffix[1:] if path.is_file() else None
-        return read_splits(name, reader, f"{where} (split '{source.split}')")
-
-    def identify() -> str:
-        if objects:
-            return digest({"versions": [each.version for each in objects]})
-        if path.is_file():
-            return cached_file_digest(path)
-        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
-        return digest(checksums or {split: rows.fingerprint for split, rows in find().items()})
-
-    return OpenSource(source, where, find, identify)
+        return OpenSource(source, where, find_objects(name, where))
+    _ensure_readable(name, where)
+    return OpenSource(source, where, [])
 
 
 def _ensure_readable(name: str, where: str) -> None:

@@ -98,6 +98,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         if shard.columns != types:
             _unify(folder / shard.file, types)
             shard.stamp = []
+        shard.stamp = shard.stamp or [*stamp(folder / shard.file)]
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -115,17 +116,15 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     index = folder / "index.arrow"
     arrays = {name: _arrow(values) for name, values in columns.items()}
     _write_batch(index, pa.RecordBatch.from_pydict(arrays))
-    shard_facts = []
-    for shard in shards:
-        _, checksum = shard.stamp or stamp(folder / shard.file)
-        own = {"file": shard.file, "examples": shard.examples, "checksum": checksum}
-        shard_facts.append(own)
     facts = facts | {
         "format": FORMAT,
         "index": file_digest(index),
         "pairs": pairs,
         "columns": types,
-        "shards": shard_facts,
+        "shards": [
+            {"file": shard.file, "examples": shard.examples, "checksum": shard.stamp[1]}
+            for shard in shards
+        ],
     }
     (folder / "facts.json").write_text(json.dumps(add_checksum(facts), indent=1))
 
