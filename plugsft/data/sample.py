@@ -49,7 +49,7 @@ def make_work(
     data = recipe.data.model_copy(update={"on_bad_row": "drop", "too_long": too_long})
     model = recipe.model
     if model.scratch is not None and not model.tokenizer:
-        rows = [source.part(0, min(max_rows or len(source), len(source))) for source in sources]
+        rows = [source.part(0, max_rows or len(source)) for source in sources]
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
     return make_writer(recipe, active, data, load_tokenizer(model, folder), folder)

@@ -180,7 +180,10 @@ class ShardWriter:
         data = self.data.model_copy()
         data._lead_row = part.lead_row
         if hold_tokens(lead_row(rows, data)):
-            rendered, encoded, trained = self._read_tokens(part, rows, data)
+            try:
+                rendered, encoded, trained = self._read_tokens(rows, data)
+            except DataError as error:
+                raise DataError(f"{self.where(part)}: {error}") from error
         else:
             source = self.sources[part.source].source
             rendered = render(self.hooks, data, source, rows, self.tokenizer)
@@ -201,21 +204,16 @@ class ShardWriter:
         row_numbers = np.array(numbers, np.int64)
         return shard, make_examples(encoded, trained, rendered, row_numbers, self.data, shard)
 
-    def _read_tokens(
-        self, part: Slice, rows: list[Row], data: Data
-    ) -> tuple[Rendered, Encoded, Mask]:
+    def _read_tokens(self, rows: list[Row], data: Data) -> tuple[Rendered, Encoded, Mask]:
         """Check the tokens of rows that hold them; nothing renders or encodes these."""
         hook: Any = self.hooks.render
-        try:
-            if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
-                raise DataError(
-                    f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
-                    "before they are tokens: name the rows that these were made of, or remove the "
-                    "plugin"
-                )
-            return read_tokens(rows, self.tokenizer, data)
-        except DataError as error:
-            raise DataError(f"{self.where(part)}: {error}") from error
+        if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
+            raise DataError(
+                f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
+                "before they are tokens: name the rows that these were made of, or remove the "
+                "plugin"
+            )
+        return read_tokens(rows, self.tokenizer, data)
 
 
 def render(
