@@ -112,9 +112,11 @@ class JoinedRows:
 
     def _cut(self, start: int, stop: int) -> Iterator[Rows]:
         for rows in self.parts:
-            if max(start, 0) < min(stop, len(rows)):
-                yield rows.part(max(start, 0), min(stop, len(rows)))
-            start, stop = start - len(rows), stop - len(rows)
+            first, last = max(start, 0), min(stop, len(rows))
+            if first < last:
+                yield rows.part(first, last)
+            start -= len(rows)
+            stop -= len(rows)
 
 
 def find_lines(path: Path) -> JsonLines:
