@@ -152,23 +152,19 @@ def plugin(
         try:
             plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
         except ValueError as error:
-            raise _explain_default(error, cls) from error
+            # dataclasses refuse a default that is a list, a table or a set.
+            message = re.match(r"mutable default <class '(\w+)'> for field (\w+)", str(error))
+            if message is None:
+                raise
+            raise PluginError(
+                f"class {cls.__name__}: {message[2]}: write field(default_factory={message[1]}), "
+                "from dataclasses"
+            ) from error
         _ensure_names_exist(contract, plugin_class)
         setattr(plugin_class, PLUGIN, contract)
         return cast("type[T]", plugin_class)
 
     return declare
-
-
-def _explain_default(error: ValueError, cls: type[Any]) -> Exception:
-    """Name the option whose default is a list, a table or a set; dataclasses refuse these."""
-    message = re.match(r"mutable default <class '(\w+)'> for field (\w+)", str(error))
-    if message is None:
-        return error
-    kind, option = message.groups()
-    return PluginError(
-        f"class {cls.__name__}: {option}: write field(default_factory={kind}), from dataclasses"
-    )
 
 
 def _ensure_names_exist(contract: Contract, cls: Any) -> None:

@@ -236,7 +236,7 @@ class Run:
         """Load the evaluation data once."""
         with self.agreed("planning the evaluation"):
             ranks = self.accelerator.num_processes
-            plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
+            plan = Plan(self.evaluation_tokens, self.recipe, ranks, self.hooks, evaluates=True)
         return self.loader.load(plan.plan_step, plan.tokens, range(1, plan.steps + 1), self.agreed)
 
     def evaluation_due(self) -> bool:

@@ -94,7 +94,7 @@ def test_the_number_of_steps():
     assert make_plan(20, 6, epochs=3).steps == 12
     assert make_plan(20, 6, epochs=3, steps=5).steps == 5
     recipe = make_plan(20, 6, epochs=3, steps=5)
-    assert Plan.once_through(recipe.tokens, _recipe_of(recipe), 2, recipe._hooks).steps == 4
+    assert Plan(recipe.tokens, _recipe_of(recipe), 2, recipe._hooks, evaluates=True).steps == 4
 
 
 def _recipe_of(made):

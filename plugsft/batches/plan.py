@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -50,6 +50,7 @@ class Plan:
     def __init__(
         self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks, evaluates: bool = False
     ) -> None:
+        """Plan a run, or one epoch for an evaluation."""
         self.tokens, self._train, self.ranks, self._hooks = tokens, recipe.train, ranks, hooks
         self._evaluates, self._columns = evaluates, tokens.plan_columns()
         if empty := int(np.count_nonzero(tokens.targets == 0)):
@@ -64,7 +65,8 @@ class Plan:
         self.per_epoch, self.examples, self._first_order = len(first), first.examples, first.order
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
-        self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
+        train = recipe.train
+        self.steps = self.per_epoch if evaluates else train.steps or train.epochs * self.per_epoch
         if not evaluates and not tokens.columns.get(WEIGHT, np.ones(1)).all():
             self._ensure_divisors()
 
@@ -73,12 +75,6 @@ class Plan:
         if self.per_epoch == -(-self.examples // self._train.batch_size):
             return f"{min(self._train.batch_size, self.examples)} examples"
         return f"{self.examples / self.per_epoch:,.1f} examples on average"
-
-    @classmethod
-    def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> Self:
-        """Plan a single epoch, for evaluation."""
-        train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
-        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hooks, True)
 
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
@@ -145,7 +141,13 @@ class Plan:
             return self._epochs[epoch]
 
     def _plan_epoch(self, number: int) -> Epoch:
-        order = self._order(number)
+        count, seed = len(self.tokens.lengths), self._train.seed
+        if self._evaluates:  # which takes each example once
+            order = shuffle_sources(self.tokens, seed, number)
+        else:
+            order = self._hooks.order_examples(tokens=self.tokens, epoch=number, seed=seed)
+            where = with_plugins(self._hooks.order_examples)
+            order = ensure_examples(order, count, where, f"epoch {number}")
         layouts = self._hooks.plan_batches(
             order=order,
             lengths=self.tokens.lengths,
@@ -160,15 +162,7 @@ class Plan:
                 "number"
             )
         planner = with_plugins(self._hooks.plan_batches)
-        return Epoch(layouts, order, len(self.tokens.lengths), self.ranks, planner)
-
-    def _order(self, epoch: int) -> Ints:
-        """Order an epoch's examples; an evaluation takes each example once."""
-        if self._evaluates:
-            return shuffle_sources(self.tokens, self._train.seed, epoch)
-        order = self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
-        where = with_plugins(self._hooks.order_examples)
-        return ensure_examples(order, len(self.tokens.lengths), where, f"epoch {epoch}")
+        return Epoch(layouts, order, count, self.ranks, planner)
 
 
 class Epoch:
@@ -190,7 +184,12 @@ class Epoch:
     def lay_out(self, number: int) -> Layout:
         """Lay out a step; refuse what the planner may not give."""
         layout = self._layouts[number]
-        ensure_layout(layout, self._ranks, self._planner)
+        counts = [len(micro_batches) for micro_batches in layout]
+        if len(counts) != self._ranks or len({*counts}) != 1 or not counts[0]:
+            raise PluginError(
+                f"{self._planner} gave micro-batches per rank: {counts}; it must give each of "
+                f"{self._ranks} ranks the same number, and at least one"
+            )
         place = f"step {number + 1} of the epoch"
         layout = [
             [ensure_examples(part, self._count, self._planner, place) for part in rank]
@@ -252,16 +251,6 @@ def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints
     order: Ints = np.concatenate(repeats)
     random.shuffle(order)
     return order
-
-
-def ensure_layout(layout: Layout, ranks: int, planner: str) -> None:
-    """Refuse a layout for other ranks, or with other micro-batches on some rank."""
-    counts = [len(micro_batches) for micro_batches in layout]
-    if len(counts) != ranks or len({*counts}) != 1 or not counts[0]:
-        raise PluginError(
-            f"{planner} gave micro-batches per rank: {counts}; it must give each of "
-            f"{ranks} ranks the same number, and at least one"
-        )
 
 
 def ensure_examples(numbers: Any, count: int, where: str, place: str) -> Ints:

@@ -136,7 +136,10 @@ class Chat:
             if trained != answers:
                 parts = _choose(parts, answers, trained)
             return ChatExamples([parts], _lost_thoughts((messages[n], text) for n in answers))
-        _ensure_tools(chat.tools or [], text)
+        for tool in chat.tools or []:
+            name = str(tool.get("function", tool).get("name", ""))
+            if name not in text:
+                raise Refused(f"leaves out the tool '{name}'")
         results = [n for n, turn in enumerate(messages) if turn["role"] == "tool"]
         if self.mask == WHOLE:
             _ensure_written(write, messages, calls, results)
@@ -268,11 +271,3 @@ def _ensure_written(
         bare[number] = {**messages[number], "content": ""}
     if calls or results:
         write_others(write, bare, calls + results)
-
-
-def _ensure_tools(tools: list[Row], text: str) -> None:
-    """Refuse a template that leaves out a tool."""
-    for tool in tools:
-        name = str(tool.get("function", tool).get("name", ""))
-        if name not in text:
-            raise Refused(f"leaves out the tool '{name}'")

@@ -77,9 +77,12 @@ def read_turns(turns: list[Any]) -> Conversation:
         return Conversation(turns)
     chat = Conversation([*map(_read_turn, turns)])
     for number, message in enumerate(chat.messages):
-        flags = [_read_flag(message, key) for key in FLAGS if key in message]
-        if flags:
-            chat.flags[number] = all(flags)
+        told = [key for key in FLAGS if key in message]
+        for key in told:
+            if message[key] not in (0, 1):  # and so are False and True
+                raise BadRow(f"'{key}' of a turn is {message[key]!r}, and should be {FLAGS[key]}")
+        if told:
+            chat.flags[number] = all(message[key] for key in told)
     return chat
 
 
@@ -169,12 +172,6 @@ def _read_call(call: Any) -> Row:
     if not isinstance(arguments, dict):
         raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
-
-
-def _read_flag(message: Row, key: str) -> bool:
-    if message[key] not in (0, 1):  # and so are False and True
-        raise BadRow(f"'{key}' of a turn is {message[key]!r}, and should be {FLAGS[key]}")
-    return bool(message[key])
 
 
 def _parsed(value: Any) -> Any:

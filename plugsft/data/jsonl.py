@@ -91,12 +91,8 @@ class JoinedRows:
     """Rows of several files, or of several ranges of one."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-
-    @property
-    def parts(self) -> Sequence[Rows]:
-        """The rows of each file or range; those of a source are found at the first access."""
-        return self._parts
+        self.parts = parts
+        """The rows of each file or range."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -116,9 +112,11 @@ class JoinedRows:
 
     def _cut(self, start: int, stop: int) -> Iterator[Rows]:
         for rows in self.parts:
-            if max(start, 0) < min(stop, len(rows)):
-                yield rows.part(max(start, 0), min(stop, len(rows)))
-            start, stop = start - len(rows), stop - len(rows)
+            first, last = max(start, 0), min(stop, len(rows))
+            if first < last:
+                yield rows.part(first, last)
+            start -= len(rows)
+            stop -= len(rows)
 
 
 def find_lines(path: Path) -> JsonLines:

@@ -77,22 +77,13 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def data_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Model, day: str) -> Tokenizer:
-    """Return what the data path needs of a tokenizer; `day` is that of templates with a date."""
-    light = lighten(tokenizer)
-    return replace(
-        light,
-        honours_blocks=model.template_file is not None,
-        more_stops=_stops_of_generation(model, tokenizer),
-        day=day if CLOCK in (light.chat_template or "") else "",
-    )
+def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:
+    """Reduce a tokenizer to what the data path needs; `day` is that of templates with a date.
 
-
-def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
-    """Return the tokens at which generation_config.json lets the model stop."""
-    if model.path is None:
-        return ()
-    file = cached_file(
+    It stops where generation_config.json lets the model stop, too.
+    """
+    light, stops = lighten(tokenizer), list[str]()
+    file = model.path and cached_file(
         model.path,
         "generation_config.json",
         revision=model.revision,
@@ -100,10 +91,15 @@ def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    if file is None:
-        return ()
-    ids = _ids_in(read_json_object(Path(file)).get("eos_token_id"))
-    return tuple(filter(None, tokenizer.convert_ids_to_tokens(ids)))
+    if file:
+        ids = _ids_in(read_json_object(Path(file)).get("eos_token_id"))
+        stops = tokenizer.convert_ids_to_tokens(ids)
+    return replace(
+        light,
+        honours_blocks=model.template_file is not None,
+        more_stops=tuple(filter(None, stops)),
+        day=day if CLOCK in (light.chat_template or "") else "",
+    )
 
 
 def _ids_in(setting: Any) -> list[int]:

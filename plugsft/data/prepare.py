@@ -6,6 +6,7 @@ Their cache key has everything that the tokens depend on.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from ..base.checksums import digest
 from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
-from ..base.types import Rendered, Row, Shard
+from ..base.types import Rendered, Row
 from ..recipe.parse import differences
-from ..recipe.tables import Recipe
+from ..recipe.tables import Data, Recipe
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
 from ..tokens.schema import FORMAT, WEIGHT
@@ -45,15 +46,6 @@ VERSIONS = {"read": 3, "render": 7, "pairs": 4, "encode": 1, "mask": 2}
 Raise a stage's version when its output changes: tokens are then prepared again.
 tests/test_preparation_versions.py fails if an output has changed and its version has not.
 """
-
-
-def token_plugins(active: Active) -> dict[str, dict[str, Any]]:
-    """Name the plugins that affect tokens, with their options: workers make them again."""
-    return {
-        name: options_of(plugin)
-        for name, plugin in active.plugins.items()
-        if active.implements(name, TOKEN_HOOKS)
-    }
 
 
 def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
@@ -128,13 +120,13 @@ class Prepared:
     def compared(self) -> dict[str, str]:
         """Describe the data, to compare ranks."""
         named = {"the training data": self.tokens, "the evaluation data": self.evaluation}
-        return {name: _describe_tokens(tokens) for name, tokens in named.items() if tokens}
-
-
-def _describe_tokens(tokens: Tokens) -> str:
-    key = {"key": tokens.facts["key"], "index": tokens.facts["index"]}
-    count = tokens.facts["tokens"]
-    return f"{len(tokens):,} examples of {count:,} tokens ({digest(key)[:8]})"
+        described = {}
+        for name, data in named.items():
+            if data:
+                key = digest({part: data.facts[part] for part in ("key", "index")})
+                size = f"{len(data):,} examples of {data.facts['tokens']:,} tokens"
+                described[name] = f"{size} ({key[:8]})"
+        return described
 
 
 def prepare(recipe: Recipe, active: Active, with_others: WithOthers = None) -> Prepared:
@@ -169,10 +161,21 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     sources = [open_source(source) for source in names] if readable else []
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
-    plugins = token_plugins(active)
-    light = data_tokenizer(tokenizer, recipe.model, day_of(recipe))
-    work = ShardWriter(recipe.data, names, light, Path(), plugins, _hooks=active.hooks)
+    work = make_writer(recipe, active, recipe.data, tokenizer, Path())
     return OpenData(work, sources, tokenizer, folder)
+
+
+def make_writer(
+    recipe: Recipe, active: Active, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> ShardWriter:
+    """Make what turns a recipe's rows into tokens; workers make its plugins again."""
+    light = data_tokenizer(tokenizer, recipe.model, day_of(recipe))
+    plugins = {
+        name: options_of(plugin)
+        for name, plugin in active.plugins.items()
+        if active.implements(name, TOKEN_HOOKS)
+    }
+    return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 
 def day_of(recipe: Recipe) -> str:
@@ -296,19 +299,36 @@ def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[st
     if total.too_long:
         total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long
     if not total.trained:
-        _refuse_untrained(work, total, sources)
-    write_index(work.folder, in_order, _facts(total, in_order, sources, work, key))
+        names = ", ".join(source.source for source in work.sources)
+        # Of one range of a file, the lines can be named.
+        rows = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
+        why = describe_bad_rows(total.bad, rows) or describe_warnings(total.warnings, rows)[0]
+        cure = cure_bad(total.bad, drop=False)
+        raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
+    examples = Counter[int]()
+    for shard in in_order:
+        examples[shard.source] += shard.examples
+    facts = {
+        "key": digest(key),
+        "key_parts": key,
+        "rows": total.rows,
+        "examples": total.examples,
+        "tokens": total.tokens,
+        "trained_tokens": total.trained,
+        "largest_id": total.largest,
+        "bad_rows": {reason: counted(rows) for reason, rows in total.bad.items()},
+        "truncated": counted(total.truncated),
+        "unrolled": total.unrolled,
+        "warnings": total.warnings,
+        "mask": total.mask,
+        "engines": dict(sorted(total.engines.items())),
+        "sources": [
+            source.facts | {"examples": examples[number]} for number, source in enumerate(sources)
+        ],
+    }
+    write_index(work.folder, in_order, facts)
     for shard in in_order:
         (work.folder / shard.file).with_suffix(".json").unlink()
-
-
-def _refuse_untrained(work: ShardWriter, total: Shard, sources: Sequence[OpenSource]) -> None:
-    names = ", ".join(source.source for source in work.sources)
-    # Of one range of a file, the lines can be named.
-    rows = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
-    why = describe_bad_rows(total.bad, rows) or describe_warnings(total.warnings, rows)[0]
-    cure = cure_bad(total.bad, drop=False)
-    raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
 
 
 def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
@@ -341,32 +361,3 @@ def describe_unrolled(counts: dict[str, int]) -> str:
         f"{format_count(counts['chats'], 'chat')} unrolled into {counts['examples']:,} examples, "
         f"one for each trained turn, at {times:.1f} times their tokens"
     )
-
-
-def _facts(
-    total: Shard,
-    shards: list[Shard],
-    sources: Sequence[OpenSource],
-    work: ShardWriter,
-    key: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "key": digest(key),
-        "key_parts": key,
-        "rows": total.rows,
-        "examples": total.examples,
-        "tokens": total.tokens,
-        "trained_tokens": total.trained,
-        "largest_id": total.largest,
-        "bad_rows": {reason: counted(rows) for reason, rows in total.bad.items()},
-        "truncated": counted(total.truncated),
-        "unrolled": total.unrolled,
-        "warnings": total.warnings,
-        "mask": total.mask,
-        "engines": dict(sorted(total.engines.items())),
-        "sources": [
-            source.facts
-            | {"examples": sum(shard.examples for shard in shards if shard.source == number)}
-            for number, source in enumerate(sources)
-        ],
-    }

@@ -15,8 +15,8 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
-from .load_tokenizer import data_tokenizer, load_tokenizer, train_tokenizer
-from .prepare import day_of, make_renderer, token_plugins
+from .load_tokenizer import load_tokenizer, train_tokenizer
+from .prepare import make_renderer, make_writer
 from .slices import ShardWriter, merge
 from .sources import OpenSource, read_lead_row
 
@@ -49,12 +49,10 @@ def make_work(
     data = recipe.data.model_copy(update={"on_bad_row": "drop", "too_long": too_long})
     model = recipe.model
     if model.scratch is not None and not model.tokenizer:
-        rows = [source.part(0, min(max_rows or len(source), len(source))) for source in sources]
+        rows = [source.part(0, max_rows or len(source)) for source in sources]
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
-    light = data_tokenizer(load_tokenizer(model, folder), model, day_of(recipe))
-    plugins = token_plugins(active)
-    return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
+    return make_writer(recipe, active, data, load_tokenizer(model, folder), folder)
 
 
 def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, stop: int) -> Sample:

@@ -180,7 +180,10 @@ class ShardWriter:
         data = self.data.model_copy()
         data._lead_row = part.lead_row
         if hold_tokens(lead_row(rows, data)):
-            rendered, encoded, trained = self._read_tokens(part, rows, data)
+            try:
+                rendered, encoded, trained = self._read_tokens(rows, data)
+            except DataError as error:
+                raise DataError(f"{self.where(part)}: {error}") from error
         else:
             source = self.sources[part.source].source
             rendered = render(self.hooks, data, source, rows, self.tokenizer)
@@ -201,21 +204,16 @@ class ShardWriter:
         row_numbers = np.array(numbers, np.int64)
         return shard, make_examples(encoded, trained, rendered, row_numbers, self.data, shard)
 
-    def _read_tokens(
-        self, part: Slice, rows: list[Row], data: Data
-    ) -> tuple[Rendered, Encoded, Mask]:
+    def _read_tokens(self, rows: list[Row], data: Data) -> tuple[Rendered, Encoded, Mask]:
         """Check the tokens of rows that hold them; nothing renders or encodes these."""
         hook: Any = self.hooks.render
-        try:
-            if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
-                raise DataError(
-                    f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
-                    "before they are tokens: name the rows that these were made of, or remove the "
-                    "plugin"
-                )
-            return read_tokens(rows, self.tokenizer, data)
-        except DataError as error:
-            raise DataError(f"{self.where(part)}: {error}") from error
+        if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
+            raise DataError(
+                f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
+                "before they are tokens: name the rows that these were made of, or remove the "
+                "plugin"
+            )
+        return read_tokens(rows, self.tokenizer, data)
 
 
 def render(
@@ -228,28 +226,24 @@ def render(
         rows = [without(row, data.ignore) for row in rows]
     rendered = hooks.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
-        raise DataError(describe_unknown_columns(lead_row(rows, data), data, source))
+        row = lead_row(rows, data)
+        columns = ", ".join(sorted(row)) or "none"
+        if data.columns:
+            columns += " (renamed by [data.columns])"
+        if {"input_ids", "prompt_ids"} & row.keys():
+            columns += (
+                ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
+                "model.tokenizer too"
+            )
+        raise DataError(
+            f"{source}: no format has these columns: {columns}. Known are messages; prompt and "
+            "completion; instruction and output; conversations; text. Name yours in "
+            '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
+        )
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
     check_columns(rendered, len(rows), f"{source}: {with_plugins(hooks.render)}")
     return rendered
-
-
-def describe_unknown_columns(row: Row, data: Data, source: str) -> str:
-    """Describe columns that no format reads."""
-    columns = ", ".join(sorted(row)) or "none"
-    if data.columns:
-        columns += " (renamed by [data.columns])"
-    if {"input_ids", "prompt_ids"} & row.keys():
-        columns += (
-            ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
-            "model.tokenizer too"
-        )
-    return (
-        f"{source}: no format has these columns: {columns}. Known are messages; "
-        "prompt and completion; instruction and output; conversations; text. Name yours in "
-        '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
-    )
 
 
 def merge(shards: Sequence[Shard]) -> Shard:

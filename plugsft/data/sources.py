@@ -8,9 +8,9 @@ here.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,10 @@ from ..base.checksums import cached_file_digest, digest
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Range, Row, Rows, Slice
-from ..recipe.tables import Data, Source
+from ..recipe.tables import DATA_FILES, Data, Source
 from .jsonl import JoinedRows, RowList, find_lines
 from .render import lead_row
 
-FILES = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".csv": "csv",
-}
 SLICE_BYTES = 4_000_000
 """Size of a slice: small enough to balance workers and to fit in memory."""
 SLICE_ROWS = 10_000
@@ -53,20 +46,39 @@ class OpenSource(JoinedRows):
     source: Source
     where: str
     """The recipe's key and the name, for messages."""
-    find: Callable[[], Mapping[str, Rows]]
-    """Gives all rows of the source, by split."""
-    identify: Callable[[], str]
-    """Gives a checksum of its content."""
+    objects: list[Any]
+    """The objects of an address."""
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """A checksum of the source's content, and the split."""
-        return {"content": self.identify(), "split": self.source.split}
+        path = Path(self.source.source)
+        if self.objects:
+            content = digest({"versions": [each.version for each in self.objects]})
+        elif path.is_file():
+            content = cached_file_digest(path)
+        else:
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
+            content = digest(
+                checksums or {split: rows.fingerprint for split, rows in self.splits.items()}
+            )
+        return {"content": content, "split": self.source.split}
 
     @cached_property
-    def splits(self) -> Mapping[str, Rows]:
-        """All rows of the source."""
-        return self.find()
+    def splits(self) -> Mapping[str, Any]:
+        """All rows of the source, by split."""
+        name, path, split = self.source.source, Path(self.source.source), self.source.split
+        if self.objects:
+            from .readers.remote import read_objects
+
+            return {"train": read_objects(self.objects, split, self.where)}
+        if path.is_file() and path.suffix in (".jsonl", ".json"):
+            return {"train": _read_json(path, self.where)}
+        from .readers.dataset import read_splits
+
+        reader = path.suffix[1:] if path.is_file() else None
+        return read_splits(name, reader, f"{self.where} (split '{split}')")
 
     @property
     def _split_sizes(self) -> dict[str, int]:
@@ -85,14 +97,10 @@ class OpenSource(JoinedRows):
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of its tokens says of it."""
-        return {
-            "name": self.source.source,
-            "weight": self.source.weight,
-            "rows": self.ranges,
-        }
+        return {"name": self.source.source, "weight": self.source.weight, "rows": self.ranges}
 
     @cached_property
-    def parts(self) -> Sequence[Rows]:
+    def parts(self) -> Sequence[Rows]:  # type: ignore[override]  # found at the first access
         """The ranges of rows."""
         parts = [self.splits[name].part(start, stop) for name, start, stop in self.ranges]
         if not sum(map(len, parts)):
@@ -108,52 +116,26 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
 
     `key` is the recipe's key that names it, for messages.
     """
-    name, path = source.source, Path(source.source)
-    where = f"{key}: {name}"
-    objects: list[Any] = []
+    name, where = source.source, f"{key}: {source.source}"
     if "://" in name:
         from .readers.remote import find_objects
 
-        objects = find_objects(name, where)
-    else:
-        _ensure_readable(name, where)
-
-    @cache
-    def find() -> Mapping[str, Any]:
-        if objects:
-            from .readers.remote import read_objects
-
-            return {"train": read_objects(objects, source.split, where)}
-        if path.is_file() and path.suffix in (".jsonl", ".json"):
-            return {"train": _read_json(path, where)}
-        from .readers.dataset import read_splits
-
-        reader = FILES[path.suffix] if path.is_file() else None
-        return read_splits(name, reader, f"{where} (split '{source.split}')")
-
-    def identify() -> str:
-        if objects:
-            return digest({"versions": [each.version for each in objects]})
-        if path.is_file():
-            return cached_file_digest(path)
-        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
-        return digest(checksums or {split: rows.fingerprint for split, rows in find().items()})
-
-    return OpenSource(source, where, find, identify)
+        return OpenSource(source, where, find_objects(name, where))
+    _ensure_readable(name, where)
+    return OpenSource(source, where, [])
 
 
 def _ensure_readable(name: str, where: str) -> None:
     """Refuse what is a path, by its name or on the disk, and holds no data."""
-    path, known = Path(name), ", ".join(FILES)
+    path, known = Path(name), ", ".join(DATA_FILES)
     if path.is_file():
-        if path.suffix not in FILES:
+        if path.suffix not in DATA_FILES:
             raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
     elif path.is_dir():
         files = [*path.glob("*"), *path.glob("data/*")]
-        if not any(set(FILES) & set(file.suffixes) for file in files):
+        if not any({*DATA_FILES} & {*file.suffixes} for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(
                 f"{where}: the folder has no data: no {known} file, and no dataset of "
@@ -161,8 +143,8 @@ def _ensure_readable(name: str, where: str) -> None:
             )
     elif path.exists():
         raise DataError(f"{where}: is a pipe or a device, and is read twice; write it to a file")
-    elif path.suffix in FILES or name.startswith((".", "/")):
-        names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
+    elif path.suffix in DATA_FILES or name.startswith((".", "/")):
+        names = [file.name for file in path.parent.glob("*") if file.suffix in DATA_FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
 
 

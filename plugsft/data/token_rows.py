@@ -18,6 +18,7 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
+from .examples import Mask
 from .formats import BadRow, format_of, require
 from .render import judge_columns, lead_row, read_rows, renamed
 
@@ -32,7 +33,6 @@ READ_COLUMNS = {
 """Columns that are read, or say nothing new."""
 UNTRAINED = -100
 """The label of tokens that are not trained."""
-Mask = NDArray[np.bool_]
 
 
 def hold_tokens(row: Row) -> bool:

@@ -57,7 +57,9 @@ def explain(
         elif kind in ("model_type", "dict_type", "dataclass_type"):
             what = f"given {short(given)}; it should be a table: [{key}], or keys below it in YAML"
         elif kind in WANTED:
-            what = f"given {short(given)}; it should be {WANTED[kind]}{_unquote(given, kind)}"
+            what = f"given {short(given)}; it should be {WANTED[kind]}"
+            if isinstance(given, str) and isinstance(value_of(given), NUMBERS.get(kind, ())):
+                what += ", without quotes"
         else:
             what = f"given {short(given)}; {error['msg'].replace('Input should', 'it should')}"
         if key in lines:  # the next branch of a union
@@ -68,26 +70,15 @@ def explain(
 
 
 def _example(key: str, table: type[Any] | None, name: str) -> str:
-    """Return what to write for a missing key: its example, or those of a table's keys."""
+    """Say what to write for a missing key: its example, or those of a table's keys."""
     inner = table_at(table, [name])
-    if inner is None:
-        examples = _examples(table)
-        return f"set it, for instance {name} = {examples[name]}" if name in examples else "set it"
-    keys = ", ".join(f"{name} = {value}" for name, value in _examples(inner).items())
-    return f"add [{key}] with {keys} ({EXAMPLE})"
-
-
-def _examples(table: type[Any] | None) -> dict[str, str]:
-    """Return the keys of a table that have an example, with their first example."""
-    infos = getattr(table, "__pydantic_fields__", {}).items()
-    return {name: json.dumps(info.examples[0]) for name, info in infos if info.examples}
-
-
-def _unquote(given: Any, kind: str) -> str:
-    """Return a hint if a number, true or false is written in quotes."""
-    if not isinstance(given, str) or kind not in NUMBERS:
-        return ""
-    return ", without quotes" if isinstance(value_of(given), NUMBERS[kind]) else ""
+    infos = getattr(inner or table, "__pydantic_fields__", {}).items()
+    examples = {
+        name: f"{name} = {json.dumps(info.examples[0])}" for name, info in infos if info.examples
+    }
+    if inner is not None:
+        return f"add [{key}] with {', '.join(examples.values())} ({EXAMPLE})"
+    return f"set it, for instance {examples[name]}" if name in examples else "set it"
 
 
 def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:

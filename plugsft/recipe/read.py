@@ -11,9 +11,7 @@ from ..base.errors import RecipeError, did_you_mean, reason_of
 from ..base.limits import TABLES, check_depth, parse_toml, read_text
 from .explain import EXAMPLE, explain
 from .parse import value_of
-from .tables import Recipe
-
-DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv")
+from .tables import DATA_FILES, Recipe
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

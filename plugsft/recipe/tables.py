@@ -4,7 +4,7 @@ import os
 import re
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,8 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 PASSWORD = re.compile(r"[\w+.-]+://[^/?#]*:[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
+DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+"""The endings of files with rows."""
 TEMPLATES = ("auto", "own")
 """Values of model.chat_template that are no files."""
 LOSSY = (
@@ -403,13 +405,6 @@ class Checkpoint(Table):
         return text.replace("every 1 steps", "every step") + best
 
 
-class Limit(NamedTuple):
-    """A key of the recipe that limits something, and its value."""
-
-    key: str
-    value: int
-
-
 class Recipe(Table):
     """A whole run."""
 
@@ -461,12 +456,12 @@ class Recipe(Table):
         sequences = 2 if self.provides("preference_pairs") else 1
         return int((packing and packing.value) or sequences * self.data.max_length)
 
-    def micro_batch_size(self) -> Limit:
-        """Return what limits a micro-batch: its tokens where rows are packed, else its examples."""
+    def micro_batch_size(self) -> tuple[str, int]:
+        """The key that limits a micro-batch, and its value: examples, or tokens of packed rows."""
         packing = self.provides("packed_rows")
         if packing is None:
-            return Limit("train.micro_batch", self.train.micro_batch)
-        return Limit(packing.key, self.packed_capacity())
+            return "train.micro_batch", self.train.micro_batch
+        return packing.key, self.packed_capacity()
 
     def provides(self, capability: str) -> Capability | None:
         """Return the capability if an active plugin provides it."""

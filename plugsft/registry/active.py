@@ -134,10 +134,9 @@ class Active:
         module = type(self.plugins[name]).__module__
         package = module if self.is_bundled(name) else module.partition(".")[0]
         folders = getattr(sys.modules[package], "__path__", ())
-        # A notebook has no file, and a checksum in its origin.
-        file = getattr(sys.modules[module], "__file__", os.devnull)
         files = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
-        files = files or [Path(file)]
+        # A notebook has no file, and a checksum in its origin.
+        files = files or [Path(getattr(sys.modules[module], "__file__", os.devnull))]
         # Only file names: the folder may differ between machines.
         names = [(path.name, file_digest(path)) for path in files]
         return digest({"origin": self.found[name].origin, "files": names})
@@ -156,9 +155,8 @@ class Active:
 def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
     """Create plugins again in another process, from options that were checked, in their order."""
     found = find()
-    return Active(
-        {name: load_class(found[name])(**options) for name, options in plugins.items()}, found
-    )
+    made = {name: load_class(found[name])(**options) for name, options in plugins.items()}
+    return Active(made, found)
 
 
 def options_of(plugin: Any) -> dict[str, Any]:

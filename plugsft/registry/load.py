@@ -16,9 +16,7 @@ from .discover import find
 
 
 def load(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    without: Sequence[str] = (),
+    path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()
 ) -> tuple[Recipe, Active]:
     """Read a recipe and create its plugins; report all mistakes at once."""
     return resolve(read(path, overrides), without, path)
@@ -50,9 +48,8 @@ def resolve(
         plugins = {name: options_of(plugin) for name, plugin in created.items()}
     recipe, wrong = validate({**raw, "plugins": plugins}, path)
     columns = recipe.data.columns if recipe else {}
-    problems = (
-        wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
-    )
+    problems = [*wrong, *problems]
+    problems += [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     if problems or recipe is None:
         raise RecipeError(problems)
     recipe = recipe.with_provided(
@@ -62,8 +59,15 @@ def resolve(
             for capability, option in contract_of(created[name]).provides.items()
         ]
     )
-    if twice := [f"{path}: {line}" for line in provided_twice(recipe)]:
-        raise RecipeError(twice)
+    for capability in sorted({*SUGGESTED} - SHARED):
+        names = [provider.plugin for provider in recipe.providers(capability)]
+        if len(names) > 1:
+            problems.append(
+                f"{path}: plugins.{names[1]}: provides {capability}, and so does '{names[0]}': "
+                "remove one, or switch it off with --without"
+            )
+    if problems:
+        raise RecipeError(problems)
     return recipe, Active({name: created[name] for name in order(created)}, known)
 
 
@@ -94,14 +98,3 @@ def _conflicts(
     if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
         for name in sorted({*columns} - {*COLUMNS}):
             yield f"data.columns: unknown name '{name}'{choices(name, COLUMNS, 'known are')}"
-
-
-def provided_twice(recipe: Recipe) -> Iterator[str]:
-    """Yield capabilities that two plugins provide where one must."""
-    for capability in sorted({*SUGGESTED} - SHARED):
-        names = [provider.plugin for provider in recipe.providers(capability)]
-        if len(names) > 1:
-            yield (
-                f"plugins.{names[1]}: provides {capability}, and so does '{names[0]}': "
-                "remove one, or switch it off with --without"
-            )

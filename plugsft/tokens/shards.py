@@ -39,8 +39,20 @@ class Examples:
 
 def write_shard(path: Path, examples: Examples) -> int:
     """Write one Arrow file, whole or not at all; return its number of targets."""
-    _write_batch(path, _record_batch(examples))
-    return int(np.count_nonzero(examples.mask))
+    first_sequence = offsets_of(examples.num_sequences)
+    offsets = offsets_of(examples.counts)[first_sequence]
+    trained = count_true(examples.mask, np.diff(offsets))
+    columns = [
+        _lists(offsets, examples.ids),
+        _lists(offsets, examples.mask),
+        _lists(first_sequence, examples.counts.astype(np.int32)),
+        _arrow(_shared_prefixes(examples, offsets, first_sequence)),
+        _arrow(trained.astype(np.int32)),
+        _arrow(examples.rows.astype(np.int64)),
+        *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
+    ]
+    _write_batch(path, pa.record_batch(columns, schema=shard_schema(examples.types)))
+    return int(trained.sum())
 
 
 def _write_batch(path: Path, batch: pa.RecordBatch) -> None:
@@ -55,24 +67,6 @@ def _write_batch(path: Path, batch: pa.RecordBatch) -> None:
 def _read_batch(path: Path) -> pa.RecordBatch:
     with pa.memory_map(str(path)) as mapped:
         return pa.ipc.open_stream(mapped).read_next_batch()
-
-
-def _record_batch(examples: Examples) -> pa.RecordBatch:
-    first_sequence = offsets_of(examples.num_sequences)
-    offsets = offsets_of(examples.counts)[first_sequence]
-    trained = count_true(examples.mask, np.diff(offsets))
-    return pa.record_batch(
-        [
-            _lists(offsets, examples.ids),
-            _lists(offsets, examples.mask),
-            _lists(first_sequence, examples.counts.astype(np.int32)),
-            _arrow(_shared_prefixes(examples, offsets, first_sequence)),
-            _arrow(trained.astype(np.int32)),
-            _arrow(examples.rows.astype(np.int64)),
-            *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
-        ],
-        schema=shard_schema(examples.types),
-    )
 
 
 def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) -> NDArray[np.int32]:
@@ -104,6 +98,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         if shard.columns != types:
             _unify(folder / shard.file, types)
             shard.stamp = []
+        shard.stamp = shard.stamp or [*stamp(folder / shard.file)]
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -121,17 +116,15 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     index = folder / "index.arrow"
     arrays = {name: _arrow(values) for name, values in columns.items()}
     _write_batch(index, pa.RecordBatch.from_pydict(arrays))
-    shard_facts = []
-    for shard in shards:
-        _, checksum = shard.stamp or stamp(folder / shard.file)
-        own = {"file": shard.file, "examples": shard.examples, "checksum": checksum}
-        shard_facts.append(own)
     facts = facts | {
         "format": FORMAT,
         "index": file_digest(index),
         "pairs": pairs,
         "columns": types,
-        "shards": shard_facts,
+        "shards": [
+            {"file": shard.file, "examples": shard.examples, "checksum": shard.stamp[1]}
+            for shard in shards
+        ],
     }
     (folder / "facts.json").write_text(json.dumps(add_checksum(facts), indent=1))
 

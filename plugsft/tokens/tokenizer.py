@@ -215,14 +215,9 @@ def num_bytes(text: str, start: int, stop: int) -> int:
     return stop - start if text.isascii() else len(text[start:stop].encode())
 
 
-def _byte_level_characters() -> dict[int, int]:
-    """Return characters of byte-level vocabularies -> the byte that each stands for."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {256 + place: byte for place, byte in enumerate(others)}
-
-
-BYTES = _byte_level_characters()
+OTHER_BYTES = [*range(33), *range(127, 161), 173]
+"""Bytes that no character of their own code stands for in byte-level vocabularies."""
+BYTES = {256 + place: byte for place, byte in enumerate(OTHER_BYTES)}
 """Characters that stand for another byte than their own code."""
 
 
