@@ -47,8 +47,8 @@ EMPTY: dict[str, Any] = {
     "plugin": False,
 }
 """Kind of a copied key -> the value that needs no line."""
-PARTS = ("lora", "liger")
-"""Tables of keys that need no line where their part of a run is off."""
+NO_LINE_TABLES = ("same", "lora", "liger")
+"""Tables of keys that need no line; the last two where their part of a run is off."""
 
 
 def copied(table: str, *sections: str) -> dict[str, dict[str, Any]]:
@@ -183,12 +183,6 @@ class Tool:
     """Its tables in keys.toml; its own are the last."""
 
     @cached_property
-    def marks(self) -> Collection[str]:
-        """Keys that tell it from the other tools."""
-        marks: list[str] = KEYS[self.sections[-1]]["marks"]
-        return marks
-
-    @cached_property
     def unlike(self) -> Mapping[str, str]:
         """Key -> why it is not converted, and what to use, unless it is false or 0."""
         return {key: reason for reason, keys in self._all("unlike") for key in keys}
@@ -201,12 +195,11 @@ class Tool:
     @cached_property
     def same(self) -> Collection[str]:
         """Keys that need no line: they change no result, or belong to a part that is off."""
-        tables = [KEYS[section] for section in self.sections]
-        listed = [key for table in tables for key in table["same"]]
-        return {
-            *listed,
-            *(key for table in tables for part in PARTS for key in table.get(part, ())),
-        }
+        same = set[str]()
+        for section in self.sections:
+            for table in NO_LINE_TABLES:
+                same.update(KEYS[section].get(table, ()))
+        return same
 
     def _all(self, table: str) -> Iterator[tuple[str, list[Any]]]:
         for section in self.sections:
@@ -317,28 +310,26 @@ def rows_of(name: str) -> Rows | None:
         return None
 
 
-def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
-    """Return the splits of training and evaluation: the last rows are held out."""
-    middle = round(100 - 100 * size, 6)
-    if size < 1 and middle.is_integer() and middle < 100:
-        rest = f"{middle:g}%"
-    else:
-        known = rows_of(path)
-        rows = max(1, round(len(known) * size)) if known and size < 1 else size
-        rest = "" if rows % 1 else f"-{rows:g}"
-    return None if "[" in split or not rest else (f"{split}[:{rest}]", f"{split}[{rest}:]")
+def last_rows(size: float, path: str) -> str:
+    """Return where the last rows of a split begin, as a slice has it; empty if it cannot be."""
+    percent = round(100 - 100 * size, 6)
+    if size < 1 and percent.is_integer() and percent < 100:
+        return f"{percent:g}%"
+    known = rows_of(path)
+    rows = max(1, round(len(known) * size)) if known and size < 1 else size
+    return "" if rows % 1 else f"-{rows:g}"
 
 
 def hold_out(c: Conversion, key: str, size: float) -> None:
     """Hold rows out for evaluations; name the key if that cannot be written."""
     source, split = c.value("data.source"), c.value("data.split") or "train"
-    splits = split_off(split, size, source) if source else None
-    if splits is None:
+    middle = last_rows(size, source) if source and "[" not in split else ""
+    if not middle:
         c.leave(
             key,
             "no split can be written for it; use data.split and eval.split with slices, such as "
             '"train[:95%]" and "train[95%:]"',
         )
         return
-    c.set("data.split", splits[0], key)
-    c.set("eval.split", splits[1], key, comment=f"{c.tool} draws these rows at random")
+    c.set("data.split", f"{split}[:{middle}]", key)
+    c.set("eval.split", f"{split}[{middle}:]", key, comment=f"{c.tool} draws these rows at random")
