@@ -173,7 +173,8 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype = str(plain.dtype).removeprefix("torch.")
-        rows = num_tokens(folder, trusted)
+        own = (folder / "tokenizer_config.json").is_file()
+        rows = len(tokenizer_of(folder, trusted)) if own else 0
         grow_embeddings(plain, rows)
         if quantized:
             model = auto_class(folder).from_pretrained(base, **options | quantized)
@@ -211,12 +212,6 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
     except Exception:  # transformers raises whatever its readers raise
         base, revision = base_model(folder)
         return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=trusted)
-
-
-def num_tokens(folder: Path, trusted: bool) -> int:
-    """Count the tokens of the adapters' tokenizer; 0 without a tokenizer."""
-    own = (folder / "tokenizer_config.json").is_file()
-    return len(tokenizer_of(folder, trusted)) if own else 0
 
 
 @torch.no_grad()
