@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
@@ -16,6 +16,8 @@ from ...data.sources import open_source
 from ...recipe.tables import Source, short
 
 T = TypeVar("T", bool, int, float, str)
+Table: TypeAlias = dict[str, Any]
+"""A table of settings, or of a recipe."""
 UNKNOWN = "not known to plugsft convert; docs/reference.md has all keys"
 SECRET = re.compile(
     r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)tokens?$|(api|access|secret|wandb)_?keys?$"
@@ -35,11 +37,9 @@ READERS: dict[type, TypeAdapter[Any]] = {
 CONFIG = (
     "a source has no configurations; download the files of this one, and use data.source = FILE"
 )
-KEYS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("keys.toml").read_text("utf8")
-)
+KEYS: dict[str, Table] = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf8"))
 """Section -> its tables; the file says what they hold."""
-EMPTY: dict[str, Any] = {
+EMPTY: Table = {
     "text": "",
     "number": 0.0,
     "count": 0,
@@ -51,7 +51,7 @@ NO_LINE_TABLES = ("same", "lora", "liger")
 """Tables of keys that need no line; the last two where their part of a run is off."""
 
 
-def copied(table: str, *sections: str) -> dict[str, dict[str, Any]]:
+def copied(table: str, *sections: str) -> dict[str, Table]:
     """Key -> how it is copied, of a table that several sections may have."""
     return {key: rule for section in sections for key, rule in KEYS[section][table].items()}
 
@@ -73,7 +73,7 @@ class Conversion:
 
     tool: str
     path: Path
-    settings: dict[str, Any]
+    settings: Table
     gpus: int = 1
     trainer: str = "sft"
     lines: dict[str, Line] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Conversion:
     read_keys: list[str] = field(default_factory=list)
 
     @cached_property
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Table:
         """Key -> value, of nested settings too: "datasets[0].path"."""
         return dict(flat(self.settings))
 
@@ -262,15 +262,15 @@ def _spell(value: Any) -> str:
     return line if len(line) <= 60 else line[:57] + "..."
 
 
-def part(source: object, split: object = None, weight: float = 1.0) -> dict[str, Any]:
+def part(source: object, split: object = None, weight: float = 1.0) -> Table:
     """Return a table of data.sources, without its defaults."""
-    table: dict[str, Any] = {"source": str(source)}
+    table: Table = {"source": str(source)}
     if split not in (None, "", "train"):
         table["split"] = str(split)
     return table if weight == 1.0 else {**table, "weight": weight}
 
 
-def listed_parts(c: Conversion, key: str) -> list[dict[str, Any]]:
+def listed_parts(c: Conversion, key: str) -> list[Table]:
     """Return the sources of a list of data sets, as axolotl and TRL write it."""
     parts = []
     for place in places(c, key):
@@ -291,7 +291,7 @@ def places(c: Conversion, key: str) -> list[str]:
     return [f"{key}[{index}]" for index in range(len(c.get(key)))]
 
 
-def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
+def set_sources(c: Conversion, sources: list[Table], key: str) -> None:
     """Write the sources that `part` returned."""
     keys = [key] if isinstance(c.get(key), str) else []
     if len(sources) != 1 or "weight" in sources[0]:
