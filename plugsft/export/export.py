@@ -38,7 +38,7 @@ from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
 from .card import add_card, run_of
-from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
+from .folder import checkpoint_of, ensure_no_links, find_model, is_reward_model
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
 from .verified import ensure_same_base, source_of
 
@@ -68,7 +68,7 @@ def export(
     merged weights.
     """
     name = place or target.name
-    if has_model(output):
+    if find_model(output):
         folder = source_of(output)
         if merge:
             result = merge_into(folder, target, trusted, folder, name, dtype)
