@@ -298,7 +298,7 @@ def write_page(
 ) -> None:
     """Write the findings, and the rows that were shown, as one page."""
     sampled = sum(len(audit.sample.rows) for audit in audits)
-    rows = format_count(sum(audit.total for audit in audits), "row")
+    rows = format_count(sum(len(audit.rows) for audit in audits), "row")
     page = fill_page(
         SKELETON,
         name=name,

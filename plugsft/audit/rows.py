@@ -68,18 +68,13 @@ class Audit:
         return [*self.facts, *warnings, *(("error", text) for text in self.errors)]
 
     @property
-    def total(self) -> int:
-        """Rows of the source."""
-        return len(self.rows)
-
-    @property
     def extent(self) -> str:
         """The extent of the sample, in words."""
-        rows = len(self.sample.rows)
-        if rows == self.total:
+        rows, total = len(self.sample.rows), len(self.rows)
+        if rows == total:
             return f"all {rows:,} rows" if rows > 1 else "its only row"
         ranges = format_count(len(self.sample.ranges), "range")
-        return f"{rows:,} of {self.total:,} rows, in {ranges}"
+        return f"{rows:,} of {total:,} rows, in {ranges}"
 
 
 def audit(
