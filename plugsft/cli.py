@@ -91,7 +91,7 @@ def options(
     """Fine-tune language models: one readable loop, every optimisation a plugin."""
 
 
-for _command in (
+COMMANDS = (
     train.quickstart,
     recipes.init,
     recipes.convert,
@@ -110,7 +110,8 @@ for _command in (
     lab.bench,
     lab.tune,
     lab.plan,
-):
+)
+for _command in COMMANDS:
     app.command(cls=_Command)(_command)
 for _command in (data.ls, data.gc):
     cache_app.command(cls=_Command)(_command)
@@ -134,11 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def with_command(words: list[str]) -> list[str]:
     """Insert `train` if the first word is a recipe instead of a command."""
-    commands = [
-        command.name or command.callback.__name__.replace("_", "-")
-        for command in app.registered_commands
-        if command.callback
-    ] + [str(group.name) for group in app.registered_groups]
+    commands = [command.__name__.replace("_", "-") for command in COMMANDS] + ["cache"]
     if not words or words[0] in commands:
         return words
     first = words[0]

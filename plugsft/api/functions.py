@@ -4,19 +4,19 @@ They run in scripts and notebooks. Each call leaves the process as it was. Mista
 of `plugsft` with the words of the command line, never SystemExit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ..base.errors import PlugsftError
-from .messages import PathLike, RecipeLike, ensure_kind
+from .messages import PathLike, PluginsLike, RecipeLike, ensure_kind
 from .results import FinishedRun, Inspection, PreparedData, Turns, inspected_source
 
 
 def train(
     recipe: RecipeLike,
     *,
-    plugins: Sequence[object] | Mapping[str, Any] = (),
+    plugins: PluginsLike = (),
     ranks: int = 1,
     without: Sequence[str] = (),
     resume: bool | Literal["auto"] = False,
@@ -58,7 +58,7 @@ def train(
 def prepare(
     recipe: RecipeLike,
     *,
-    plugins: Sequence[object] | Mapping[str, Any] = (),
+    plugins: PluginsLike = (),
     without: Sequence[str] = (),
     **overrides: Any,
 ) -> PreparedData:
@@ -94,7 +94,7 @@ def inspect(
     rows: int = 3,
     first: int = 0,
     everything: bool = False,
-    plugins: Sequence[object] | Mapping[str, Any] = (),
+    plugins: PluginsLike = (),
     without: Sequence[str] = (),
     **overrides: Any,
 ) -> Inspection:

@@ -3,7 +3,7 @@
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
 
 PathLike = str | Path
 RecipeLike = PathLike | Mapping[str, Any]
+PluginsLike = Sequence[object] | Mapping[str, Any]
 
 ARGUMENTS = {
     "overwrite": "overwrite=True",
@@ -21,6 +22,7 @@ ARGUMENTS = {
     "without": "without=[...]",
 }
 """Option of the command line -> argument of `plugsft.api.train`."""
+OPTION = re.compile(r"--(overwrite|resume-auto|resume-from|resume|without)\b")
 
 
 @contextmanager
@@ -45,7 +47,10 @@ def ensure_kind(name: str, value: object, kinds: Any, cure: str) -> None:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Raise what the command line would print, as PlugsftError; never SystemExit."""
+    """Raise what the command line would print, as PlugsftError; never SystemExit.
+
+    A message that names options gets a note with the arguments of `train`.
+    """
     quiet_libraries()
     try:
         with warnings.catch_warnings():
@@ -53,17 +58,12 @@ def errors() -> Iterator[None]:
             warnings.filterwarnings("ignore", "IProgress not found")
             yield
     except PlugsftError as error:
-        _name_arguments(error)
+        options = OPTION.findall(str(error))
+        if options and not hasattr(error, "__notes__"):
+            calls = (f"train(..., {ARGUMENTS[option]})" for option in dict.fromkeys(options))
+            error.add_note(f"from Python: {' or '.join(calls)}")
         raise
     except SystemExit as error:
         raise PlugsftError(f"a plugin or a library ended the program: {error!r}") from error
     except OSError as error:
         raise (refusal_of(error) or error) from error.__cause__
-
-
-def _name_arguments(error: PlugsftError) -> None:
-    """Add the arguments for the command line's options in a message."""
-    options = re.findall(r"--(overwrite|resume-auto|resume-from|resume|without)\b", str(error))
-    if options and not hasattr(error, "__notes__"):
-        calls = (f"train(..., {ARGUMENTS[option]})" for option in dict.fromkeys(options))
-        error.add_note(f"from Python: {' or '.join(calls)}")

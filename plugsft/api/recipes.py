@@ -26,7 +26,7 @@ from ..registry.active import Active, options_of
 from ..registry.create import inspect_hooks
 from ..registry.discover import OWN, FoundPlugin, find
 from ..registry.load import resolve
-from .messages import RecipeLike, alone, ensure_kind, errors
+from .messages import PluginsLike, RecipeLike, alone, ensure_kind, errors
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Source:
 @contextmanager
 def opened(
     recipe: RecipeLike,
-    plugins: Sequence[object] | Mapping[str, Any],
+    plugins: PluginsLike,
     without: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Source, Recipe, Active]]:
@@ -160,7 +160,7 @@ def opened(
 
 def read_source(
     recipe: RecipeLike,
-    plugins: Sequence[object] | Mapping[str, Any],
+    plugins: PluginsLike,
     without: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> Source:

@@ -93,7 +93,7 @@ def inspected_source(audit: Audit) -> InspectedSource:
     sample = audit.sample
     return InspectedSource(
         audit.name,
-        audit.total,
+        len(audit.rows),
         len(sample.rows),
         sample.shard.examples,
         sample.shard.tokens,

@@ -298,38 +298,14 @@ def write_page(
 ) -> None:
     """Write the findings, and the rows that were shown, as one page."""
     sampled = sum(len(audit.sample.rows) for audit in audits)
-    rows = format_count(sum(audit.total for audit in audits), "row")
+    rows = format_count(sum(len(audit.rows) for audit in audits), "row")
     page = fill_page(
         SKELETON,
-        name=escape(name),
+        name=name,
         examined=f"{sampled:,} of {rows} examined",
-        sources="\n".join(map(_source, audits)),
-        rows="".join(map(_row, views)),
+        audits=audits,
+        bars=_bars,
+        views=views,
+        parts=parts,
     )
     write_text(path, page)
-
-
-def _source(audit: Audit) -> str:
-    bars = "\n".join(_bars(audit))
-    facts = "".join(
-        f'<div class="{label}"><dt>{label}</dt><dd>{escape(text)}</dd></div>\n'
-        for label, text in audit.lines
-    )
-    return f"""<h2>{escape(audit.name)}</h2>
-<p class="small">{escape(audit.extent)}; examples by length in tokens:</p>
-<div class="pair"><pre>{bars}</pre><dl>{facts}</dl></div>"""
-
-
-def _row(view: InspectedRow) -> str:
-    text = "".join(
-        f'<p class="small">{name}</p><p class="tokens">{"".join(map(_token, part))}</p>'
-        for name, part in parts(view.tokens)
-    )
-    kind = "row" if view.tokens else "row lost"
-    return f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row + 1:,}
-<span>{escape(view.summary)}</span></h3>{text}</section>\n"""
-
-
-def _token(piece: Piece) -> str:
-    tag, ids = "b" if piece.trained else "i", " ".join(map(str, piece.ids))
-    return f'<{tag} data-i="{ids}">{escape(piece.text)}</{tag}>'

@@ -68,18 +68,13 @@ class Audit:
         return [*self.facts, *warnings, *(("error", text) for text in self.errors)]
 
     @property
-    def total(self) -> int:
-        """Rows of the source."""
-        return len(self.rows)
-
-    @property
     def extent(self) -> str:
         """The extent of the sample, in words."""
-        rows = len(self.sample.rows)
-        if rows == self.total:
+        rows, total = len(self.sample.rows), len(self.rows)
+        if rows == total:
             return f"all {rows:,} rows" if rows > 1 else "its only row"
         ranges = format_count(len(self.sample.ranges), "range")
-        return f"{rows:,} of {self.total:,} rows, in {ranges}"
+        return f"{rows:,} of {total:,} rows, in {ranges}"
 
 
 def audit(
@@ -248,17 +243,18 @@ def _judge_rows(result: Audit, data: Data) -> None:
         result.errors.append(f"no row has a token to train on: {why}{cure}")
         return
     result.warnings += describe_warnings(shard.warnings, result.rows)
-    found = list[tuple[list[int], str, str, str, str]]()
     for reason, numbers in bad:
-        found.append((numbers, reason, data.on_bad_row, cure_bad({reason: numbers}), "dropped"))
-    over = int((result.lengths - data.max_length).clip(0).sum())
-    found.append((shard.too_long, long, data.too_long, CURE_LONG, "dropped"))
-    found.append((shard.truncated, long, data.too_long, CURE_LONG, f"cut by {over:,} tokens"))
-    for numbers, reason, setting, cure, fate in found:
-        if numbers and setting == "error":
-            result.fail(numbers, reason + cure)
-        elif numbers:
-            result.warn(numbers, f"{reason}; {fate}")
+        if data.on_bad_row == "error":
+            result.fail(numbers, reason + cure_bad({reason: numbers}))
+        else:
+            result.warn(numbers, f"{reason}; dropped")
+    if shard.too_long and data.too_long == "error":
+        result.fail(shard.too_long, long + CURE_LONG)
+    elif shard.too_long:
+        result.warn(shard.too_long, f"{long}; dropped")
+    if shard.truncated:
+        over = int((result.lengths - data.max_length).clip(0).sum())
+        result.warn(shard.truncated, f"{long}; cut by {over:,} tokens")
 
 
 def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:

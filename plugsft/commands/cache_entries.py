@@ -70,7 +70,8 @@ def ls() -> None:
 def gc(keep_days: float | None) -> None:
     """Remove entries that are unused for long, and unfinished builds of dead processes."""
     home = cache_folder() / TOKENS
-    removed, freed = 0, 0
+    removed = list[int]()
+    """Bytes of each that is gone."""
     for entry in list(entries(home)):
         name, size = entry.folder.name, format_size(entry.size)
         if keep_days is None or time.time() - entry.used <= keep_days * 86_400:
@@ -84,13 +85,14 @@ def gc(keep_days: float | None) -> None:
             say(f"left     {name}  {size}  {error}")
             continue
         say(f"removed  {name}  {size}  not used for {keep_days:g} days, from {entry.sources}")
-        removed, freed = removed + 1, freed + entry.size
+        removed.append(entry.size)
     for name, length in _remove_unfinished(home):
         say(f"removed  {name}  {format_size(length)}  unfinished")
-        removed, freed = removed + 1, freed + length
+        removed.append(length)
     left = list(entries(home))
     size = format_size(sum(entry.size for entry in left))
-    say(f"{home}: removed {removed:,}, {format_size(freed)}; {_count(left)} left, {size}")
+    freed = format_size(sum(removed))
+    say(f"{home}: removed {len(removed):,}, {freed}; {_count(left)} left, {size}")
 
 
 def _is_open(entry: Path) -> bool:
@@ -123,10 +125,8 @@ def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
     """Remove unfinished builds whose process died on this machine; yield names and sizes."""
     for name in sorted(_being_built(home)):
         folder = home / name
-        with (
-            writing(folder),
-            Claims(folder).build() as claimed,
-        ):  # so that a new builder waits; None if one lives
+        # The claim lets a new builder wait; it is None if one lives.
+        with writing(folder), Claims(folder).build() as claimed:
             paths = build_folders(folder)
             if claimed is not None and paths:
                 yield name, sum(map(_size, paths))

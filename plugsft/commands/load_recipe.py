@@ -27,16 +27,11 @@ def load_recipe(
     recipe, active = load(path, overrides or [], without or [])
     if inputs:
         ensure_inputs(recipe, path)
-    if names_hub(recipe):
-        use_cache_without_network()
-    return recipe, active
-
-
-def names_hub(recipe: Recipe) -> bool:
-    """Tell whether a recipe names a model, a tokenizer or data on the hub."""
     sources = (source.source for source in recipe.data.all_sources())
     names = filter(None, (recipe.model.path, recipe.model.tokenizer, *sources))
-    return any(map(is_hub_name, names))
+    if any(map(is_hub_name, names)):
+        use_cache_without_network()
+    return recipe, active
 
 
 def use_cache_without_network() -> None:

@@ -100,7 +100,7 @@ def export(
     trust_remote_code: Trusted = False,
 ) -> None:
     """Copy, upload or merge a model, or make one of a checkpoint."""
-    from ..export.folder import ensure_exportable, ensure_model, has_model
+    from ..export.folder import ensure_exportable, ensure_model, find_model
 
     if dtype and not merge:
         raise PlugsftError("--dtype is for merged weights; add --merge, or leave it out")
@@ -110,7 +110,7 @@ def export(
         from ..export.verified import source_of
 
         repository = Repository(str(to).removeprefix(HUB), public)
-        if has_model(output) and not merge:
+        if find_model(output) and not merge:
             repository.upload(source_of(output), output)
             return
         from ..base.atomic import temporary_ending

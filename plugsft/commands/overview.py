@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -22,6 +22,8 @@ from ..registry.contracts import SPECS, contract_of, hook_mark, is_stage
 from ..registry.discover import BUNDLED, FoundPlugin, find, load_class
 from ..registry.load import load
 
+Schema: TypeAlias = dict[str, Any]
+"""A JSON schema, or a part of one."""
 MEASURED = Path(__file__).with_name("measured.json")
 """What each plugin changed where it was measured; tools/bench/readme_table.py writes it."""
 CORE_NOTICES = ("logged",)
@@ -102,7 +104,7 @@ def claims_of(cls: type[Any]) -> dict[str, str]:
     return {word: text for word, text in claims.items() if text}
 
 
-def type_in_words(value: dict[str, Any], plural: str = "") -> str:
+def type_in_words(value: Schema, plural: str = "") -> str:
     """Describe the type of a key of the schema: whole number, from 1."""
     if "anyOf" in value:
         kinds = (type_in_words(kind) for kind in value["anyOf"] if kind != {"type": "null"})
@@ -119,9 +121,9 @@ def type_in_words(value: dict[str, Any], plural: str = "") -> str:
     return ",".join(filter(None, [kind, "".join(limits)]))
 
 
-def table_in(schema: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
+def table_in(schema: Schema, place: Schema) -> Schema:
     """Find the table of the schema that a place of it names."""
-    table: dict[str, Any] = schema["$defs"][place["$ref"].rpartition("/")[2]]
+    table: Schema = schema["$defs"][place["$ref"].rpartition("/")[2]]
     return table
 
 
@@ -152,7 +154,7 @@ def schema_text() -> str:
     return json.dumps(schema, indent=2)
 
 
-def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
+def make_schema(found: dict[str, FoundPlugin]) -> Schema:
     """Return the schema of recipes, where [plugins] has a property for each plugin."""
     classes, missing = {}, {}
     for name, plugin in found.items():
@@ -164,7 +166,7 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
                 "type": "object",
                 "description": f"{summary_of(plugin)} {note}".strip(),
             }
-    tables: dict[str, Any] = {"": Recipe, **classes}
+    tables: dict[str, type[Any]] = {"": Recipe, **classes}
     # In one call, so that definitions of the same name in two plugins stay separate.
     adapters: list[tuple[str, Literal["validation"], TypeAdapter[Any]]] = [
         (name, "validation", TypeAdapter(table)) for name, table in tables.items()
@@ -189,7 +191,7 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
     return {"$schema": GenerateJsonSchema.schema_dialect, **recipe, "$defs": definitions}
 
 
-def _describe_defaults(options: dict[str, dict[str, Any]]) -> None:
+def _describe_defaults(options: dict[str, Schema]) -> None:
     """Add each option's default to its description, which editors show."""
     for option in options.values():
         description = option.get("description", "")

@@ -56,7 +56,7 @@ def print_kinds() -> None:
 
 
 def write(kind: str, folder: Path) -> None:
-    """Write a recipe with its files; print the next commands."""
+    """Write a recipe with its files; print the next commands: the recipe's first three."""
     if kind not in kinds():
         hint = choices(kind, kinds(), "choose one of")
         raise PlugsftError(f"'{kind}': no recipe of this name comes with plugsft{hint}")
@@ -65,7 +65,13 @@ def write(kind: str, folder: Path) -> None:
         raise PlugsftError(f"{recipe} exists already; move it away, or set --to")
     for path in write_missing(kind, folder):
         say(f"written: {folder / path}")
-    _print_next(kind, folder)
+    text = recipe.read_text("utf8") if recipe.exists() else ""
+    commands = commands_of(text)[:3] or ["plugsft launch RECIPE"]
+    say("Next:")
+    if folder.resolve() != Path.cwd():
+        say(f"  cd {shlex.quote(str(folder))}")
+    for command in (*re.findall("^# Needs: (.*)", text, re.M), *commands):
+        say(f"  {command}")
 
 
 def write_missing(kind: str, folder: Path) -> list[str]:
@@ -96,17 +102,6 @@ def commands_of(recipe: str) -> list[str]:
     """Return the commands in a recipe's first comment, and what it needs."""
     head = recipe.partition("\n\n")[0]
     return [line.partition(" # ")[0].strip() for line in re.findall(r"^#   (\w.*)", head, re.M)]
-
-
-def _print_next(kind: str, folder: Path) -> None:
-    """Print the next commands: the first three of the recipe."""
-    text = files_of(kind).get(f"recipes/{kind}.toml", "")
-    needs = re.findall("^# Needs: (.*)", text, re.M)
-    go = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
-    launch = ["plugsft launch RECIPE"]
-    say("Next:")
-    for command in (*go, *needs, *(commands_of(text)[:3] or launch)):
-        say(f"  {command}")
 
 
 def write_skeleton(name: str, folder: Path, kind: str) -> None:

@@ -46,13 +46,13 @@ SECRET = re.compile(
 
 
 def model_card(output: Path, model: Path, place: str) -> str | None:
-    """The card of a run's model; None if no run is known.
+    """The card of a run's model; None to leave a person's, or without a run.
 
     `output` is the run's folder, its model or a checkpoint. `model` is the folder that the card is
     for, `place` the name that loads it.
     """
-    folder = run_of(output)
-    if folder is None:
+    folder, card = run_of(output), model / CARD
+    if folder is None or (card.is_file() and is_edited(read_text(card))):
         return None
     try:
         run = read_run(folder)
@@ -98,16 +98,9 @@ def checksum(text: str) -> str:
 
 def add_card(folder: Path, output: Path, place: str) -> None:
     """Write the card into a model's new folder; leave that of a person."""
-    card = card_for(folder, output, place)
+    card = model_card(output, folder, place)
     if card is not None:
         (folder / CARD).write_text(card, encoding="utf8")
-
-
-def card_for(model: Path, output: Path, place: str) -> str | None:
-    """The card for a folder; None to leave a person's, or without a run."""
-    path = model / CARD
-    own = path.is_file() and is_edited(read_text(path))
-    return None if own else model_card(output, model, place)
 
 
 def metadata(run: RunRecord, model: Path, base: str) -> ModelCardData:

@@ -38,7 +38,7 @@ from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
 from .card import add_card, run_of
-from .folder import checkpoint_of, ensure_no_links, has_model, is_reward_model
+from .folder import checkpoint_of, ensure_no_links, find_model, is_reward_model
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
 from .verified import ensure_same_base, source_of
 
@@ -68,7 +68,7 @@ def export(
     merged weights.
     """
     name = place or target.name
-    if has_model(output):
+    if find_model(output):
         folder = source_of(output)
         if merge:
             result = merge_into(folder, target, trusted, folder, name, dtype)
@@ -173,7 +173,8 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype = str(plain.dtype).removeprefix("torch.")
-        rows = num_tokens(folder, trusted)
+        own = (folder / "tokenizer_config.json").is_file()
+        rows = len(tokenizer_of(folder, trusted)) if own else 0
         grow_embeddings(plain, rows)
         if quantized:
             model = auto_class(folder).from_pretrained(base, **options | quantized)
@@ -211,12 +212,6 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
     except Exception:  # transformers raises whatever its readers raise
         base, revision = base_model(folder)
         return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=trusted)
-
-
-def num_tokens(folder: Path, trusted: bool) -> int:
-    """Count the tokens of the adapters' tokenizer; 0 without a tokenizer."""
-    own = (folder / "tokenizer_config.json").is_file()
-    return len(tokenizer_of(folder, trusted)) if own else 0
 
 
 @torch.no_grad()

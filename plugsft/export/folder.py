@@ -14,14 +14,12 @@ from ..output.folder import (
     newest_checkpoint,
     suggest_name,
 )
-from ..output.run_record import RunRecord
 
 
 def model_folder(output: Path) -> Path:
     """Return the folder of a run's model, or of any Hugging Face model; explain a missing one."""
-    for folder in (output / "model", output):
-        if is_model(folder):
-            return folder
+    if (folder := find_model(output)) is not None:
+        return folder
     if not output.exists():
         raise PlugsftError(
             f"{output}: no such folder{suggest_name(output) or ';'} name a run's output folder "
@@ -35,18 +33,13 @@ def model_folder(output: Path) -> Path:
             f"{output}: holds no model; name the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
         )
-    raise PlugsftError(f"{output}: has no model yet: {_state(output, run)}")
-
-
-def _state(output: Path, run: RunRecord) -> str:
-    """Describe an unfinished run, and what to do."""
     steps = f"step {run.steps.done} of {run.steps.total}"
-    text = f"its run ended at {steps}; continue with: {how_to_continue(output)}"
+    state = f"its run ended at {steps}; continue with: {how_to_continue(output)}"
     if run.status == "running":
-        text = f"its run is at {steps}; wait for its end"
+        state = f"its run is at {steps}; wait for its end"
     if newest := newest_checkpoint(output / "checkpoints"):
-        text += f"; plugsft export {output} --to FOLDER makes a model of {newest.name}"
-    return text
+        state += f"; plugsft export {output} --to FOLDER makes a model of {newest.name}"
+    raise PlugsftError(f"{output}: has no model yet: {state}")
 
 
 def checkpoint_of(output: Path) -> Path | None:
@@ -80,13 +73,13 @@ def ensure_model(output: Path) -> None:
     for path in output.glob("*.safetensors"):
         if not path.stat().st_size:
             raise PlugsftError(f"{path}: is empty; copy the model again")
-    if not has_model(output) and checkpoint_of(output) is None:
+    if find_model(output) is None and checkpoint_of(output) is None:
         model_folder(output)  # raises the error
 
 
-def has_model(output: Path) -> bool:
-    """Tell whether a folder is a model's, or the output folder of a finished run."""
-    return any(is_model(folder) for folder in (output / "model", output))
+def find_model(output: Path) -> Path | None:
+    """Find the model's folder: that of a finished run, or the folder itself."""
+    return next(filter(is_model, (output / "model", output)), None)
 
 
 def is_reward_model(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from ..base.console import format_count, format_size, is_terminal, say
 from ..base.errors import PlugsftError
 from ..output.folder import ADAPTER, base_model
 from ..recipe.tables import HUB
-from .card import CARD, card_for, is_edited, run_of
+from .card import CARD, is_edited, model_card, run_of
 from .folder import ensure_no_links
 
 PAUSES = (1, 4, 16, 64)
@@ -81,7 +81,7 @@ class Repository:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
         }
-        card = card_for(folder, output, self.name)
+        card = model_card(output, folder, self.name)
         self._try(lambda: self._commit(files, card, message))
         say(f"model, on the hub: {self.url}")
 

@@ -25,7 +25,7 @@ from .timing import (
     in_rounds,
     name_without,
 )
-from .trials import LEFT_OUT_ALWAYS, Trial, TrialRunner, refuse_ranks, trials
+from .trials import LEFT_OUT_ALWAYS, Changes, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
 SILENT = ("check", "summary", "record")
@@ -129,7 +129,7 @@ def bench(
     """
     refuse_ranks("bench")
     contenders = choose_contenders(active, only)
-    instead: dict[str, dict[str, Any]] = {}
+    instead: dict[str, Changes] = {}
     for text in settings["instead"]:
         name, _, change = text.partition(":")
         path_of_key, _, value = change.partition("=")
@@ -180,7 +180,7 @@ class BenchRun:
     """A bench while it runs."""
 
     contenders: Contenders
-    instead: dict[str, dict[str, Any]]
+    instead: dict[str, Changes]
     """Plugin -> keys to set where it is off."""
     file: Path
     report: dict[str, Any]
@@ -201,7 +201,7 @@ class BenchRun:
             def run(name: str) -> Figures | None:
                 if name in failed:
                     return None
-                left_out, changes = trials[name], dict[str, Any]()
+                left_out, changes = trials[name], Changes()
                 for plugin in left_out:
                     changes |= self.instead.get(plugin, {})
                 figures = read_figures(runner.run(changes, self.steps, left_out))

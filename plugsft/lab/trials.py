@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -35,6 +35,8 @@ from ..registry.active import Active
 from ..tokens.shards import Examples, write_index, write_shard
 from ..tokens.store import Tokens
 
+Changes: TypeAlias = dict[str, Any]
+"""Key with dots -> the value that is set; None removes the key, or its table."""
 LEFT_OUT_ALWAYS = ("early_stop", "external_reports", "sampled_answers")
 """Capabilities whose plugins trials leave out: they are for whole runs."""
 MODULE = "plugsft.lab.trial"
@@ -129,7 +131,7 @@ class TrialRunner:
         self.tables = with_changes(self.tables, {**rows, "data.tokens": str(folder.absolute())})
 
     def run(
-        self, changes: Mapping[str, Any], steps: int, without: Sequence[str] = (), memory: int = 0
+        self, changes: Changes, steps: int, without: Sequence[str] = (), memory: int = 0
     ) -> Trial:
         """Train in a fresh process with {"table.key": value} set and plugins left out.
 
@@ -200,7 +202,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(tables: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     """Copy tables with {"table.key": value} set; None removes a key, or a table."""
     changed = copy.deepcopy(dict(tables))
     for dotted_key, value in changes.items():

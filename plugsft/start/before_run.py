@@ -51,12 +51,10 @@ def output_folder(
             for folder in (recipe.folder, recipe.folder / "checkpoints"):
                 sweep(folder)
         checkpoints = checkpoints_to_resume(recipe, active, start)
-        if checkpoints is None:
-            yield None
-            return
         yield checkpoints
-    say(f"model: {recipe.folder / 'model'}")
-    say(f"report: {recipe.folder / 'report.html'}")
+    if checkpoints is not None:
+        say(f"model: {recipe.folder / 'model'}")
+        say(f"report: {recipe.folder / 'report.html'}")
 
 
 def checkpoints_to_resume(recipe: Recipe, active: Active, start: Start) -> Sequence[Path] | None:

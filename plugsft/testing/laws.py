@@ -11,6 +11,7 @@ from ..base.atomic import list_checkpoints, parse_step
 from .tiny_runs import (
     LARGER_MICRO_BATCH,
     MICRO_BATCH,
+    RawRecipe,
     Tables,
     Trained,
     call,
@@ -201,7 +202,7 @@ def summary(name: str, options: Tables | None = None, *, tables: Tables | None =
 class Job(NamedTuple):
     """A recipe to train, and on how many ranks."""
 
-    recipe: dict[str, Any]
+    recipe: RawRecipe
     ranks: int = 1
     micro_batch: int = MICRO_BATCH
 

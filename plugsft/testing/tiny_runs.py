@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -35,11 +35,13 @@ from ..registry.active import Active, check
 from ..registry.discover import find
 from ..registry.load import resolve
 
+RawRecipe: TypeAlias = dict[str, Any]
+"""A recipe's tables, not yet checked."""
 START = multiprocessing.get_context("forkserver")
 """Starts processes that have imported torch, but neither the plugin nor state of this process."""
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"
-TINY: dict[str, Any] = {
+TINY: RawRecipe = {
     "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 2, "vocab": 400, "context": 256}},
     "data": {"max_length": 256},
     # Two epochs, in steps of several micro-batches that differ in length and in targets.
@@ -102,15 +104,17 @@ def _environments(size: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    common["LOCAL_WORLD_SIZE"] = str(size)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 @contextmanager
-def tiny_recipe(
-    name: str, options: Tables | None, tables: Tables | None
-) -> Iterator[dict[str, Any]]:
+def tiny_recipe(name: str, options: Tables | None, tables: Tables | None) -> Iterator[RawRecipe]:
     """Yield a recipe that trains in a second, in a temporary folder."""
     found = find()
     assert name in found, (
@@ -128,7 +132,7 @@ def tiny_recipe(
         yield merged(recipe, tables)
 
 
-def without_plugin(recipe: Tables, name: str) -> dict[str, Any]:
+def without_plugin(recipe: Tables, name: str) -> RawRecipe:
     """The recipe to compare with, and another output folder."""
     plugins = {other: table for other, table in recipe["plugins"].items() if other != name}
     return {**recipe, "plugins": plugins, "output": f"{recipe['output']}-without"}
@@ -160,7 +164,7 @@ class Trained:
         return [line for line in self.metrics if "loss" in line]
 
 
-def _resolve(raw: dict[str, Any], micro_batch: int) -> tuple[Recipe, Active]:
+def _resolve(raw: RawRecipe, micro_batch: int) -> tuple[Recipe, Active]:
     """Resolve a recipe; set its micro-batch where neither `tables` nor packed rows do."""
     recipe, active = resolve(raw)
     if "micro_batch" in raw["train"] or recipe.provides("packed_rows"):
@@ -169,7 +173,7 @@ def _resolve(raw: dict[str, Any], micro_batch: int) -> tuple[Recipe, Active]:
 
 
 def train(
-    raw: dict[str, Any], checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
+    raw: RawRecipe, checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
 ) -> Trained:
     """Train, perhaps from a checkpoint; return what was learned."""
     recipe, active = _resolve(raw, micro_batch)
@@ -205,7 +209,7 @@ def _checksum(tensor: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
+def prepare(raw: RawRecipe) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
     recipe, active = _resolve(raw, MICRO_BATCH)
     active.attach(DataDefaults(recipe.folder))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
@@ -16,6 +16,8 @@ from ...data.sources import open_source
 from ...recipe.tables import Source, short
 
 T = TypeVar("T", bool, int, float, str)
+Table: TypeAlias = dict[str, Any]
+"""A table of settings, or of a recipe."""
 UNKNOWN = "not known to plugsft convert; docs/reference.md has all keys"
 SECRET = re.compile(
     r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)tokens?$|(api|access|secret|wandb)_?keys?$"
@@ -35,11 +37,9 @@ READERS: dict[type, TypeAdapter[Any]] = {
 CONFIG = (
     "a source has no configurations; download the files of this one, and use data.source = FILE"
 )
-KEYS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("keys.toml").read_text("utf8")
-)
+KEYS: dict[str, Table] = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf8"))
 """Section -> its tables; the file says what they hold."""
-EMPTY: dict[str, Any] = {
+EMPTY: Table = {
     "text": "",
     "number": 0.0,
     "count": 0,
@@ -47,11 +47,11 @@ EMPTY: dict[str, Any] = {
     "plugin": False,
 }
 """Kind of a copied key -> the value that needs no line."""
-PARTS = ("lora", "liger")
-"""Tables of keys that need no line where their part of a run is off."""
+NO_LINE_TABLES = ("same", "lora", "liger")
+"""Tables of keys that need no line; the last two where their part of a run is off."""
 
 
-def copied(table: str, *sections: str) -> dict[str, dict[str, Any]]:
+def copied(table: str, *sections: str) -> dict[str, Table]:
     """Key -> how it is copied, of a table that several sections may have."""
     return {key: rule for section in sections for key, rule in KEYS[section][table].items()}
 
@@ -73,7 +73,7 @@ class Conversion:
 
     tool: str
     path: Path
-    settings: dict[str, Any]
+    settings: Table
     gpus: int = 1
     trainer: str = "sft"
     lines: dict[str, Line] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Conversion:
     read_keys: list[str] = field(default_factory=list)
 
     @cached_property
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Table:
         """Key -> value, of nested settings too: "datasets[0].path"."""
         return dict(flat(self.settings))
 
@@ -183,12 +183,6 @@ class Tool:
     """Its tables in keys.toml; its own are the last."""
 
     @cached_property
-    def marks(self) -> Collection[str]:
-        """Keys that tell it from the other tools."""
-        marks: list[str] = KEYS[self.sections[-1]]["marks"]
-        return marks
-
-    @cached_property
     def unlike(self) -> Mapping[str, str]:
         """Key -> why it is not converted, and what to use, unless it is false or 0."""
         return {key: reason for reason, keys in self._all("unlike") for key in keys}
@@ -201,12 +195,11 @@ class Tool:
     @cached_property
     def same(self) -> Collection[str]:
         """Keys that need no line: they change no result, or belong to a part that is off."""
-        tables = [KEYS[section] for section in self.sections]
-        listed = [key for table in tables for key in table["same"]]
-        return {
-            *listed,
-            *(key for table in tables for part in PARTS for key in table.get(part, ())),
-        }
+        same = set[str]()
+        for section in self.sections:
+            for table in NO_LINE_TABLES:
+                same.update(KEYS[section].get(table, ()))
+        return same
 
     def _all(self, table: str) -> Iterator[tuple[str, list[Any]]]:
         for section in self.sections:
@@ -269,15 +262,15 @@ def _spell(value: Any) -> str:
     return line if len(line) <= 60 else line[:57] + "..."
 
 
-def part(source: object, split: object = None, weight: float = 1.0) -> dict[str, Any]:
+def part(source: object, split: object = None, weight: float = 1.0) -> Table:
     """Return a table of data.sources, without its defaults."""
-    table: dict[str, Any] = {"source": str(source)}
+    table: Table = {"source": str(source)}
     if split not in (None, "", "train"):
         table["split"] = str(split)
     return table if weight == 1.0 else {**table, "weight": weight}
 
 
-def listed_parts(c: Conversion, key: str) -> list[dict[str, Any]]:
+def listed_parts(c: Conversion, key: str) -> list[Table]:
     """Return the sources of a list of data sets, as axolotl and TRL write it."""
     parts = []
     for place in places(c, key):
@@ -298,7 +291,7 @@ def places(c: Conversion, key: str) -> list[str]:
     return [f"{key}[{index}]" for index in range(len(c.get(key)))]
 
 
-def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
+def set_sources(c: Conversion, sources: list[Table], key: str) -> None:
     """Write the sources that `part` returned."""
     keys = [key] if isinstance(c.get(key), str) else []
     if len(sources) != 1 or "weight" in sources[0]:
@@ -317,28 +310,26 @@ def rows_of(name: str) -> Rows | None:
         return None
 
 
-def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
-    """Return the splits of training and evaluation: the last rows are held out."""
-    middle = round(100 - 100 * size, 6)
-    if size < 1 and middle.is_integer() and middle < 100:
-        rest = f"{middle:g}%"
-    else:
-        known = rows_of(path)
-        rows = max(1, round(len(known) * size)) if known and size < 1 else size
-        rest = "" if rows % 1 else f"-{rows:g}"
-    return None if "[" in split or not rest else (f"{split}[:{rest}]", f"{split}[{rest}:]")
+def last_rows(size: float, path: str) -> str:
+    """Return where the last rows of a split begin, as a slice has it; empty if it cannot be."""
+    percent = round(100 - 100 * size, 6)
+    if size < 1 and percent.is_integer() and percent < 100:
+        return f"{percent:g}%"
+    known = rows_of(path)
+    rows = max(1, round(len(known) * size)) if known and size < 1 else size
+    return "" if rows % 1 else f"-{rows:g}"
 
 
 def hold_out(c: Conversion, key: str, size: float) -> None:
     """Hold rows out for evaluations; name the key if that cannot be written."""
     source, split = c.value("data.source"), c.value("data.split") or "train"
-    splits = split_off(split, size, source) if source else None
-    if splits is None:
+    middle = last_rows(size, source) if source and "[" not in split else ""
+    if not middle:
         c.leave(
             key,
             "no split can be written for it; use data.split and eval.split with slices, such as "
             '"train[:95%]" and "train[95%:]"',
         )
         return
-    c.set("data.split", splits[0], key)
-    c.set("eval.split", splits[1], key, comment=f"{c.tool} draws these rows at random")
+    c.set("data.split", f"{split}[:{middle}]", key)
+    c.set("eval.split", f"{split}[{middle}:]", key, comment=f"{c.tool} draws these rows at random")

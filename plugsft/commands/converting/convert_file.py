@@ -1,7 +1,7 @@
 """Convert a file: read its settings, name the tool, write the recipe."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ...registry.load import resolve
 from ..overview import schema_text
 from ..starting_files import POINTER, SCHEMA, write_files
 from . import axolotl, llamafactory, trl
-from .conversion import NO_LINE, Conversion, Tool, printable
+from .conversion import KEYS, NO_LINE, Conversion, Table, Tool, printable
 
 ORDER = ("model", "data", "eval", "train", "checkpoint", "plugins")
 """The tables of a recipe, in order."""
@@ -25,12 +25,13 @@ TOOLS = {"axolotl": axolotl.TOOL, "llamafactory": llamafactory.TOOL, "trl": trl.
 """Value of --from -> the tool."""
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> Table:
     """Return the settings of a file."""
     try:
         text = read_text(path)
-        # JSON is YAML, but for tabs; _Loader is a SafeLoader.
-        settings = yaml.load(text.replace("\t", " ") if path.suffix == ".json" else text, _Loader)
+        if path.suffix == ".json":
+            text = text.replace("\t", " ")  # JSON is YAML, but for tabs
+        settings = yaml.load(text, _Loader)  # a SafeLoader
         if sum(1 for _ in islice(values(settings), MOST_VALUES + 1)) > MOST_VALUES:
             raise ValueError(f"it has more than {MOST_VALUES:,} values, as its aliases repeat them")
         json.dumps(settings, default=str, ensure_ascii=False).encode()  # keys and letters
@@ -70,7 +71,7 @@ def values(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def recipe_text(c: Conversion, name: Path) -> str:
     """Return the whole recipe."""
-    tables: dict[str, Any] = {table: {} for table in ORDER}
+    tables: Table = {table: {} for table in ORDER}
     for key, line in c.lines.items():
         *above, option = key.split(".")
         table = tables
@@ -159,7 +160,7 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
     return c
 
 
-def tool_of(settings: Mapping[str, Any], path: Path, named: str) -> Tool:
+def tool_of(settings: Table, path: Path, named: str) -> Tool:
     """Return the tool that a configuration is for: the one named, or that of its keys."""
     if named:
         if named not in TOOLS:
@@ -168,13 +169,14 @@ def tool_of(settings: Mapping[str, Any], path: Path, named: str) -> Tool:
         return TOOLS[named]
     if {"model", "train"} <= settings.keys() and isinstance(settings["train"], dict):
         raise RecipeError(f"{path}: is a recipe of plugsft already; run `plugsft check {path}`")
-    counts = [sum(mark in settings for mark in tool.marks) for tool in TOOLS.values()]
+    tools = [*TOOLS.values()]
+    counts = [len(settings.keys() & {*KEYS[tool.sections[-1]]["marks"]}) for tool in tools]
     if counts.count(max(counts)) > 1:
         raise RecipeError(
             f"{path}: its keys are not those of axolotl, LLaMA-Factory or TRL; name its tool with "
             f"--from {'|'.join(TOOLS)}"
         )
-    return [*TOOLS.values()][counts.index(max(counts))]
+    return tools[counts.index(max(counts))]
 
 
 def ensure_valid(c: Conversion, text: str) -> None:

@@ -1,12 +1,11 @@
 """LLaMA-Factory's keys, and its data sets: dataset_info.json, which lies in dataset_dir."""
 
 from pathlib import Path
-from typing import Any
 
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import training
-from .conversion import CONFIG, Conversion, Tool, hold_out, part, rows_of, set_sources
+from .conversion import CONFIG, Conversion, Table, Tool, hold_out, part, rows_of, set_sources
 
 INFO = "dataset_info.json"
 COLUMNS = {
@@ -100,7 +99,7 @@ def _set_data(c: Conversion) -> None:
         hold_out(c, "val_size", size)
 
 
-def _read_info(c: Conversion) -> tuple[Path, dict[str, Any]]:
+def _read_info(c: Conversion) -> tuple[Path, Table]:
     """Return dataset_dir and what its dataset_info.json holds: from here, or from the file's."""
     named = c.read("dataset_dir", "data")
     folders = [Path(named), *(parent / named for parent in c.path.absolute().parents[:4])]
@@ -113,7 +112,7 @@ def _read_info(c: Conversion) -> tuple[Path, dict[str, Any]]:
         raise RecipeError(f"{folder / INFO}: {reason_of(error)}; correct it") from error
 
 
-def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _source(c: Conversion, name: str, entry: Table, folder: Path) -> Table:
     """Return one source, cut at max_samples."""
     if {"images", "videos", "audios"} & entry.get("columns", {}).keys():
         raise c.refuse(
@@ -130,7 +129,7 @@ def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> di
     return part(place, split)
 
 
-def _set_columns(c: Conversion, entries: list[dict[str, Any]]) -> None:
+def _set_columns(c: Conversion, entries: list[Table]) -> None:
     """Write data.columns; they are the same for all sources."""
     renamed: dict[str, str] = {}
     for entry in entries:

@@ -62,7 +62,7 @@ def convert(c: Conversion) -> None:
 
 
 def _set_data(c: Conversion) -> None:
-    """Write the sources: one name, or a mixture."""
+    """Write the sources, one name or a mixture, and the rows that are held out."""
     mixture = c.first("dataset_mixture.datasets", "datasets")
     if c.get(mixture):
         set_sources(c, listed_parts(c, mixture), mixture)
@@ -70,11 +70,8 @@ def _set_data(c: Conversion) -> None:
         set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
     else:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
-    if c.read("eval_strategy", "no") != "no":
-        _hold_out(c)
-
-
-def _hold_out(c: Conversion) -> None:
+    if c.read("eval_strategy", "no") == "no":
+        return
     size = "dataset_mixture.test_split_size"
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))

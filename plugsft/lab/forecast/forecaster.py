@@ -4,7 +4,7 @@ A forecast is for the largest micro-batches of an epoch. Prepared tokens give ev
 otherwise the first rows of each source represent the others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from ...registry.load import resolve
 from ...tokens.shards import write_index
 from ...tokens.store import Tokens
 from ...tokens.views import cut, share_prompts
-from ..trials import with_changes
+from ..trials import Changes, with_changes
 from .meta_model import MetaModel, Trace, Weights
 from .strategies import DDP, FSDP2, SINGLE, ZERO3, Cluster, Memory, Setting, Strategy, peak_memory
 
@@ -87,9 +87,22 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     """An epoch's examples: from prepared tokens, or from a sample of each source."""
     if recipe.data.tokens:
         data = open_data(recipe, active)
-        tokens = open_named_tokens(recipe, data, active)
+        tokens, vocabulary = open_named_tokens(recipe, data, active), len(data.tokenizer)
         order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
-        return epoch_of(recipe, tokens, order, len(data.tokenizer))
+        examples = np.arange(len(tokens))
+    else:
+        tokens, examples, vocabulary = _sample(recipe, active, folder)
+        order = shuffle([(len(examples), 1.0)], recipe.train.seed, 0)
+    if recipe.provides("shared_prompts"):
+        tokens = share_prompts(tokens)
+    return Epoch(tokens, examples, order, vocabulary, is_complete=bool(recipe.data.tokens))
+
+
+def _sample(recipe: Recipe, active: Active, folder: Path) -> tuple[Tokens, Ints, int]:
+    """Encode the first rows of each source; repeat their examples to the number of all.
+
+    The last value is the number of the tokenizer's entries.
+    """
     sources = recipe.data.all_sources()
     opened = [open_source(source) for source in sources]
     ensure_columns(recipe.data, opened)
@@ -112,18 +125,7 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
             f"data: none of the first {read:,} rows can be used; plugsft check names the reasons"
         )
     write_index(work.folder, shards, {"key": "", "sources": facts})
-    numbers = np.concatenate(examples)
-    order = shuffle([(len(numbers), 1.0)], recipe.train.seed, 0)
-    return epoch_of(recipe, Tokens(work.folder), order, len(work.tokenizer), numbers)
-
-
-def epoch_of(
-    recipe: Recipe, tokens: Tokens, order: Ints, vocabulary: int, sampled: "Ints | None" = None
-) -> Epoch:
-    """Share prompts as plugins do; without `sampled`, the tokens are all examples of the epoch."""
-    tokens = share_prompts(tokens) if recipe.provides("shared_prompts") else tokens
-    examples = np.arange(len(tokens)) if sampled is None else sampled
-    return Epoch(tokens, examples, order, vocabulary, is_complete=sampled is None)
+    return Tokens(work.folder), np.concatenate(examples), len(work.tokenizer)
 
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
@@ -215,7 +217,7 @@ class Forecaster:
         self._models: dict[tuple[str, bool], MetaModel] = {}
         self._traces: dict[str, Trace] = {}
 
-    def trace(self, changes: Mapping[str, Any], ranks: int) -> tuple[Recipe, Traced]:
+    def trace(self, changes: Changes, ranks: int) -> tuple[Recipe, Traced]:
         """Trace the recipe with {"table.key": value} set."""
         tables = with_changes(self.tables, changes)
         recipe, _ = resolve(tables)
@@ -243,7 +245,7 @@ class Forecaster:
             traces[strategy_casts] = self._traces[traced]
         return recipe, Traced(self._models[key, False].weights(), workload, traces)
 
-    def forecast(self, changes: Mapping[str, Any], cluster: Cluster) -> list[Forecast]:
+    def forecast(self, changes: Changes, cluster: Cluster) -> list[Forecast]:
         """Forecast each strategy."""
         recipe, traced = self.trace(changes, cluster.ranks)
         setting = Setting(
@@ -282,14 +284,12 @@ def suggest(
 ) -> Iterator[tuple[str, Forecast]]:
     """Yield changes, one at a time and then together, and the forecast with each."""
     table = {name: f"plugins.{Capability.bundled(name).plugin}" for name in (*SAVERS, "adapters")}
-    savers: list[dict[str, Any]] = [
-        {table[name]: {}} for name in SAVERS if not recipe.provides(name)
-    ]
+    savers: list[Changes] = [{table[name]: {}} for name in SAVERS if not recipe.provides(name)]
     variants = [_smaller_micro_batch(forecaster, recipe, cluster), *savers]
     together = {key: value for changes in variants for key, value in changes.items()}
     variants.append(together)
     if not recipe.provides("adapters"):
-        adapters: dict[str, Any] = {table["adapters"]: {}}
+        adapters: Changes = {table["adapters"]: {}}
         variants += [adapters, together | adapters]
     for words, changes in {_words(changes): changes for changes in variants if changes}.items():
         if (forecast := _best(forecaster, changes, cluster)) is not None:
@@ -305,12 +305,10 @@ def suggest(
             yield " and ".join([gpus, *[_words(changes)] * bool(changes)]), best
 
 
-def _smaller_micro_batch(
-    forecaster: Forecaster, recipe: Recipe, cluster: Cluster
-) -> dict[str, Any]:
+def _smaller_micro_batch(forecaster: Forecaster, recipe: Recipe, cluster: Cluster) -> Changes:
     """The change to the largest smaller micro-batch that fits, or to the smallest."""
     key, size = recipe.micro_batch_size()
-    changes: dict[str, Any] = {}
+    changes: Changes = {}
     while size > 1:
         size //= 2
         forecast = _best(forecaster, {key: size}, cluster)
@@ -322,13 +320,13 @@ def _smaller_micro_batch(
     return changes
 
 
-def _words(changes: Mapping[str, Any]) -> str:
+def _words(changes: Changes) -> str:
     return " and ".join(
         f"[{key}]" if value == {} else f"{key} = {value}" for key, value in changes.items()
     )
 
 
-def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) -> Forecast | None:
+def _best(forecaster: Forecaster, changes: Changes, cluster: Cluster) -> Forecast | None:
     """The chosen strategy, or the smallest where none fits; None if refused."""
     try:
         forecasts = forecaster.forecast(changes, cluster)

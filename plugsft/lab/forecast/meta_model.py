@@ -133,42 +133,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
             self.bytes[allocation.owner] -= allocation.counted
 
 
-def trace_memory(
-    model: Any, layers: list[Any], loss: Callable[[], Tensor], start: Callable[[Tracer], None]
-) -> Trace:
-    """Compute a loss and its gradients; record the memory at each moment."""
-    tracer = Tracer([*model.parameters(), *model.buffers()])
-    start(tracer)
-    in_backward = False
-
-    def enter_head(_module: Any, _inputs: Any, output: Any) -> None:
-        if in_backward:
-            return  # a layer that is recomputed
-        tracer.owner = HEAD
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(leave_head)
-
-    def leave_head(_: Tensor) -> None:
-        tracer.owner = LAYERS
-
-    hooks = [layers[-1].register_forward_hook(enter_head)] if layers else []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(tracer.finish_gradient))
-    with tracer:
-        total = loss()
-        in_backward = True
-        total.backward()  # type: ignore[no-untyped-call]  # untyped upstream
-        del total
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-    moments = np.array(tracer.moments, np.int64).reshape(-1, 4).T
-    host = int(moments[HOST].max(initial=0))
-    return Trace(moments[[LAYERS, HEAD]], moments[GRADIENTS], host)
-
-
 class Offload:
     """Moves what each layer saves: to the host after the next layer, and back one layer ahead."""
 
@@ -367,12 +331,7 @@ class MetaModel:
                     name: self._mode.from_tensor(value) if isinstance(value, Tensor) else value
                     for name, value in batch.items()
                 }
-                return trace_memory(
-                    self.model,
-                    self.layers,
-                    lambda: self._loss(fake, positions, device),
-                    self._offload.start,
-                )
+                return self._record(lambda: self._loss(fake, positions, device))
         except PlugsftError:
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -385,6 +344,40 @@ class MetaModel:
             ) from error
         finally:
             config._attn_implementation = attention
+
+    def _record(self, loss: Callable[[], Tensor]) -> Trace:
+        """Compute a loss and its gradients; record the memory at each moment."""
+        model = self.model
+        tracer = Tracer([*model.parameters(), *model.buffers()])
+        self._offload.start(tracer)
+        in_backward = False
+
+        def enter_head(_module: Any, _inputs: Any, output: Any) -> None:
+            if in_backward:
+                return  # a layer that is recomputed
+            tracer.owner = HEAD
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if hidden.requires_grad:
+                hidden.register_hook(leave_head)
+
+        def leave_head(_: Tensor) -> None:
+            tracer.owner = LAYERS
+
+        hooks = [layer.register_forward_hook(enter_head) for layer in self.layers[-1:]]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_post_accumulate_grad_hook(tracer.finish_gradient))
+        with tracer:
+            total = loss()
+            in_backward = True
+            total.backward()  # type: ignore[no-untyped-call]  # untyped upstream
+            del total
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+        moments = np.array(tracer.moments, np.int64).reshape(-1, 4).T
+        host = int(moments[HOST].max(initial=0))
+        return Trace(moments[[LAYERS, HEAD]], moments[GRADIENTS], host)
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
         fused = self.recipe.provides("fused_head")

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from ...base.console import format_size, parse_size, print_table, progress, say
 from ...base.errors import PlugsftError, choices
+from ...base.machine import look
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
@@ -22,7 +25,6 @@ from .strategies import (
     Cluster,
     Memory,
     Strategy,
-    this_device,
 )
 
 EXPLAINED = {
@@ -61,7 +63,9 @@ def plan(
         if chosen is None:
             say(f"nothing fits in {format_size(cluster.memory)}. Changes, and the total with each:")
             for change, forecast in suggest(forecaster, recipe, cluster):
-                say(f"  {change}: {describe(forecast, cluster)}")
+                total = format_size(total_of(forecast, cluster))
+                fits = "fits" if forecast.fits else "too much"
+                say(f"  {change}: {total} with {forecast.strategy.name}, {fits}")
         else:
             say(f"choose: {chosen.strategy.name}, {launch(chosen.strategy, cluster, words)}")
             if cluster.machines > 1:
@@ -90,8 +94,7 @@ def cluster_of(gpus: tuple[int, int], memory: str | None, name: str | None, here
 
     `here`: the memory is that of this machine, and not of some GPU.
     """
-    device, gpu, total = this_device()
-    listed = 0
+    gpu, listed, total = torch.cuda.is_available(), 0, 0.0
     if name:
         device, gpu = name.upper(), True
         if device not in GPU_MEMORY:
@@ -101,10 +104,13 @@ def cluster_of(gpus: tuple[int, int], memory: str | None, name: str | None, here
             )
         listed = GPU_MEMORY[device]
         total = listed * GB
-    elif memory and not (gpu or here):
+    elif gpu:
+        device = torch.cuda.get_device_name()
+        total = torch.cuda.get_device_properties().total_memory
+    elif memory and not here:
         device, gpu = ANY, True
-    elif not gpu:
-        total /= gpus[1]  # ranks on the CPU share its memory
+    else:
+        device, total = "CPU", look().memory / gpus[1]  # ranks on the CPU share its memory
     if memory is None:
         return Cluster(device, gpu, total, *gpus, listed)
     if re.fullmatch(r"[\d.]+", memory.strip()):
@@ -161,12 +167,6 @@ def show_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
 def total_of(forecast: Forecast, cluster: Cluster) -> float:
     """The bytes of a rank, with those that hold no tensors."""
     return forecast.memory.total + cluster.reserved
-
-
-def describe(forecast: Forecast, cluster: Cluster) -> str:
-    """Say in a line what one strategy needs."""
-    fits = "fits" if forecast.fits else "too much"
-    return f"{format_size(total_of(forecast, cluster))} with {forecast.strategy.name}, {fits}"
 
 
 def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:

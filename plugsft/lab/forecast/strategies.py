@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ...base.console import format_count, format_size
-from ...base.machine import look
 from .meta_model import HEAD, LAYERS, Trace, Weights
 
 GB = 10**9
@@ -89,13 +87,6 @@ class Cluster:
         if self.machines > 1 or self.per_machine >= PER_MACHINE:
             return replace(self, machines=2 * self.machines)
         return replace(self, per_machine=2 * self.per_machine)
-
-
-def this_device() -> tuple[str, bool, float]:
-    """The name of this machine's GPU, or "CPU"; whether it is a GPU; its bytes."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(), True, torch.cuda.get_device_properties().total_memory
-    return "CPU", False, look().memory
 
 
 class Memory(NamedTuple):
