@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 from plugsft import ModelLoad, say
 from plugsft.kit import num_weights
 
-from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store_nothing
+from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store
 
 RECORD = "quantization_config.json"
 """The file in the run's `model/` that says how the base of the adapters was quantized."""
@@ -37,8 +37,10 @@ def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None
 def prepare_int8(model: Any, dtype: str) -> list[Any]:
     """Keep DDP from copying the scales, which are the same on all ranks; return the layers."""
     for module in model.modules():
+        # `plugsft plan` has no data: its layers only get the size of their quantized weights.
         if isinstance(module, Unquantized) and module.weight.is_meta:
-            store_nothing(module, getattr(torch, dtype))
+            codes = torch.empty_like(module.weight, dtype=torch.int8)
+            store(module, codes, torch.empty_like(codes[:, :1], dtype=getattr(torch, dtype)))
     layers = {name: it for name, it in model.named_modules() if isinstance(it, Int8Linear)}
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *(f"{name}.scale" for name in layers)]
@@ -71,8 +73,9 @@ def describe(model: Module, layers: list[Any], kind: str, dtype: str) -> str:
         f"{size(stored)} in place of {size(whole)}"
     )
     if experts:
-        text += f"; experts ({experts / whole:.0%} of the weights) stay in {dtype}"
-        say(f"warning: [plugins.quantize] {text.rpartition('; ')[2]}: they are not linear layers")
+        unchanged = f"experts ({experts / whole:.0%} of the weights) stay in {dtype}"
+        say(f"warning: [plugins.quantize] {unchanged}: they are not linear layers")
+        text += f"; {unchanged}"
     return text
 
 
