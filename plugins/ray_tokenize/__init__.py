@@ -43,11 +43,9 @@ class RayTokenize:
         """Tokenize slices on the cluster; None for small data."""
         if len(slices) < MIN_SLICES:
             return None
-        from .cluster import Cluster, tokenize_on
+        from .cluster import tokenize_on_cluster
 
-        in_flight = None if self.in_flight == "auto" else self.in_flight
-        cluster = Cluster(self.address, self.machine.cores, self.retries, in_flight)
-        shards, self.result = tokenize_on(cluster, slices, work)
+        shards, self.result = tokenize_on_cluster(self, slices, work)
         return shards
 
     @hookimpl
