@@ -167,13 +167,11 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:
         while count:
             tightest = bisect_left(spaces, size)
             if tightest == len(spaces):
-                each = capacity // size
-                full, rest = divmod(count, each)
-                for new_bins, items_each in ((full, each), (min(rest, 1), rest)):
-                    if new_bins:
-                        put(bins, new_bins, items_each, capacity - items_each * size)
-                        bins += new_bins
-                break
+                # The rest of the items of this length fill new bins.
+                needed = -(-count // (capacity // size))
+                add_group(bins, needed, capacity)
+                bins += needed
+                continue
             space = spaces[tightest]
             first, available = groups[space].pop()
             if not groups[space]:
