@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict
-from peft.tuners import lora
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils import transformers_weight_conversion as conversion
@@ -213,8 +212,7 @@ def initialize(model: Module, method: str, seed: int) -> None:
     If the model's weights are not loaded yet, peft has created the adapters without memory.
     """
     torch.manual_seed(seed)
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]
-    for layer in layers:
+    for _, layer in adapted_layers(model):
         device = next(weight.device for name, weight in layer.named_parameters() if "lora_" in name)
         halves = [
             getattr(layer, f"lora_{half}") for half in ("A", "B", "embedding_A", "embedding_B")
@@ -253,13 +251,13 @@ def describe(model: Module, rank: int) -> str:
     layers = dict(adapted_layers(model))
     experts = [it.parameter_name for it in layers.values() if isinstance(it, ExpertAdapter)]
     targets = [name for name, it in layers.items() if not isinstance(it, ExpertAdapter)]
-    sizes = [(num_weights(weight), weight.requires_grad) for weight in model.parameters()]
-    trained, total = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
+    total = sum(map(num_weights, model.parameters()))
+    trained = sum(num_weights(weight) for weight in model.parameters() if weight.requires_grad)
     kinds = ", ".join(sorted({*last_parts(targets)}))
     whole = last_parts(
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
-    weights = ", ".join(sorted({*last_parts(experts)}))
+    weights = ", ".join(sorted({*experts}))
     deltas = [it for it in model.modules() if isinstance(it, TrainableTokensLayer)]
     rows = max((len(it.token_indices[NAME]) for it in deltas), default=0)
     parts = {

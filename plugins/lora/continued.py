@@ -110,7 +110,9 @@ class TrainedAdapters:
                 f"{self.merge_first}"
             )
         their_base, theirs = str(config.base_model_name_or_path), config.revision or "main"
-        then, now = stored_quantization(self.place), quantization_of(load)
+        then = stored_quantization(self.place)
+        quantization = load.kwargs.get("quantization_config")
+        now = describe_quantization(quantization.to_dict() if quantization else {})
         differences = []
         if not same_model(their_base, base) or theirs != (revision or "main"):
             differences.append(
@@ -245,12 +247,6 @@ def stored_quantization(place: str) -> str:
         return describe_quantization(json.loads(Path(place, RECORD).read_text(encoding="utf8")))
     except (OSError, ValueError, AttributeError):
         return describe_quantization({})
-
-
-def quantization_of(load: ModelLoad) -> str:
-    """Describe how a run quantizes its base."""
-    config = load.kwargs.get("quantization_config")
-    return describe_quantization(config.to_dict() if config else {})
 
 
 def describe_quantization(settings: dict[str, Any]) -> str:
