@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Machine, Recipe, Run, hookimpl, plugin, state
+from plugsft import Machine, Recipe, hookimpl, plugin, state
 
 
 @plugin(after=["*"], provides={"offloaded_activations": "min_bytes"})
@@ -40,7 +40,7 @@ class ActivationOffload:
         return model
 
     @hookimpl
-    def stepped(self, run: Run) -> None:
+    def stepped(self) -> None:
         """Count the step."""
         self.steps += 1
 

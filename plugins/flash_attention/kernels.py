@@ -68,7 +68,6 @@ class Obstacle(NamedTuple):
 
 
 REMOVE = "remove [plugins.flash_attention]"
-SINKS = Obstacle("it does not support attention sinks, which the model has", REMOVE)
 
 
 def conditions_of(recipe: Recipe) -> Conditions:
@@ -209,7 +208,9 @@ def find_unused(kernel: str, name: str, model: Any) -> Obstacle | None:
     if name and used != name:
         return Obstacle(f"the model uses {used} instead of {name}", REMOVE)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    return SINKS if sinks and kernel in (*PACKAGES, "torch") else None
+    if sinks and kernel in (*PACKAGES, "torch"):
+        return Obstacle("it does not support attention sinks, which the model has", REMOVE)
+    return None
 
 
 def head_widths(config: PretrainedConfig) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,14 +104,14 @@ def scales_of(tokens: Tokens, examples: Ints) -> dict[bool, float]:
     return {label: float(weights.sum()) / part for label, part in parts.items() if part}
 
 
+@dataclass
 class StepExamples:
     """The examples that all ranks compute in a step."""
 
-    def __init__(self, examples: Ints) -> None:
-        self.examples = examples
-        """Numbers of the examples; one may come several times."""
-        self.kl: Any = None
-        """The step's KL, once it is computed."""
+    examples: Ints
+    """Numbers of the examples; one may come several times."""
+    kl: Any = None
+    """The step's KL, once it is computed."""
 
 
 def name_examples(steps: Iterator[LoadedStep]) -> Iterator[LoadedStep]:

@@ -124,8 +124,7 @@ class Lora:
     @hookimpl
     def state_dict(self) -> dict[str, Any]:
         """Store the scales of adapters, and the copies that belong to the reference."""
-        state: dict[str, Any] = self.model.fixed_state()
-        return state
+        return dict(self.model.fixed_state())
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:

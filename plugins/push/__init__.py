@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Machine, Recipe, Run, hookimpl, plugin, say, state
+from plugsft import Machine, Run, hookimpl, plugin, say, state
 
 
 @plugin(provides={"external_reports": None})
@@ -34,7 +34,7 @@ class Push:
     """The uploads of this run, on the main process."""
 
     @hookimpl
-    def check(self, recipe: Recipe, machine: Machine) -> None:
+    def check(self, machine: Machine) -> None:
         """Refuse a wrong name, and a token that may not write."""
         from .requirements import ask_hub, ensure_name
 

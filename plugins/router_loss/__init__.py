@@ -77,8 +77,7 @@ class RouterLoss:
     @hookimpl
     def add_metrics(self) -> dict[str, Any]:
         """Return the sums of the router loss, and of the busiest experts' shares of tokens."""
-        sums: dict[str, Any] = self.balance.take_sums()
-        return sums
+        return dict(self.balance.take_sums())
 
     @hookimpl
     def summary(self) -> str | None:
