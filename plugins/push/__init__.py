@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from plugsft import Machine, Run, hookimpl, plugin, say, state
 
@@ -25,7 +25,7 @@ class Push:
     one before has arrived. Making a checkpoint's model takes host memory for the whole model."""
     private: bool = True
     """Whether the repository is private."""
-    wait_minutes: Annotated[float, Field(ge=0)] = 60
+    wait_minutes: NonNegativeFloat = 60
     """Most minutes that the run waits for its last upload, after its end."""
 
     warning: str = state("")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from plugsft import Machine, Shard, ShardWriter, Slice, hookimpl, plugin, state
 
@@ -27,7 +27,7 @@ class RayTokenize:
     started, and ended with the data."""
     in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most slices that Ray has at a time. auto: two per CPU of the cluster, also as nodes join."""
-    retries: Annotated[int, Field(ge=0)] = 3
+    retries: NonNegativeInt = 3
     """How often a slice is tried again after its worker or node was lost."""
 
     machine: Machine = state()
