@@ -26,7 +26,7 @@ def documents_of(
     spans = zip((keys - lengths).tolist(), keys.tolist(), strict=True)
     np.concatenate([ramp[start:stop] for start, stop in spans], out=positions.numpy()[0])
     bounds, longest = _bounds_of(lengths), int(lengths.max())
-    batch = {
+    batch: Batch = {
         "position_ids": positions,
         # The names that transformers has for flash attention.
         "cu_seq_lens_q": bounds,

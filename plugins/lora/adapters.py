@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from plugsft import ModelLoad, PluginError, RecipeError, say
 from plugsft.kit import num_weights, whole_shape
 
-from .continued import TrainedAdapters
+from .continued import TrainedAdapters, in_order
 from .experts import ExpertAdapter, describe_frozen, hand_factors
 from .layers import NAME, FastLinear, adapted_layers
 from .targets import (
@@ -182,10 +182,8 @@ class AdaptedModel(PeftModel):
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
-        if not isinstance(config.target_modules, str):
-            config.target_modules = sorted(config.target_modules)
-        if config.target_parameters:
-            config.target_parameters = sorted(config.target_parameters)
+        config.target_modules = in_order(config.target_modules)
+        config.target_parameters = in_order(config.target_parameters)
         config.save_pretrained(save_directory)
 
 

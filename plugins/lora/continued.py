@@ -82,9 +82,9 @@ class TrainedAdapters:
         """Return the plugin's options with those of the adapters; refuse other ones."""
         settings, defaults, problems = copy.copy(plugin), type(plugin)(), []
         for option, name in OPTIONS.items():
-            value, theirs = getattr(plugin, option), comparable(getattr(self.config, name) or [])
+            value, theirs = getattr(plugin, option), in_order(getattr(self.config, name) or [])
             theirs = bool(theirs) if isinstance(value, bool) else theirs
-            if comparable(value) not in (comparable(getattr(defaults, option)), theirs):
+            if in_order(value) not in (in_order(getattr(defaults, option)), theirs):
                 problems.append(
                     f"{option}: the recipe has {value!r}, and the adapters in {self.place} have "
                     f"{theirs!r}; remove {option}"
@@ -236,7 +236,7 @@ def settings_of(plugin: Lora) -> tuple[Lora, TrainedAdapters | None]:
     return trained.settings(plugin), trained
 
 
-def comparable(value: Any) -> Any:
+def in_order(value: Any) -> Any:
     """Return names in order; other values as they are."""
     return sorted(value) if isinstance(value, list | set | tuple) else value
 

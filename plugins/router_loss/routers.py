@@ -163,7 +163,8 @@ class Balance:
         self._outputs.clear()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach()
-        return sums["router_loss"]
+        loss: Tensor = sums["router_loss"]
+        return loss
 
     def _balance(self, number: int, sequences: Tensor) -> tuple[Tensor, Tensor]:
         """Return a router's loss of each sequence, and its busiest expert's share of tokens."""
