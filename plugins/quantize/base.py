@@ -62,14 +62,14 @@ def record_when_saved(model: Any) -> None:
 def describe(model: Module, layers: list[Any], kind: str, dtype: str) -> str:
     """Describe what was quantized, and the size of the base before and after."""
     width = getattr(torch, dtype).itemsize
-    names = [name for name, module in model.named_modules() if is_base_layer(name, module)]
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
-    stored = sum(stored_bytes(weight) for weight in frozen.values())
+    total = sum(is_base_layer(name, module) for name, module in model.named_modules())
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    stored = sum(map(stored_bytes, frozen))
     stored += sum(layer.scale.nbytes for layer in layers if isinstance(layer, Int8Linear))
-    whole = width * sum(num_weights(weight) for weight in frozen.values())
-    experts = width * sum(weight.numel() for weight in frozen.values() if weight.dim() > 2)
+    whole = width * sum(map(num_weights, frozen))
+    experts = width * sum(weight.numel() for weight in frozen if weight.dim() > 2)
     text = (
-        f"{len(layers)} of {len(names)} linear layers in {kind.upper()}: the base takes "
+        f"{len(layers)} of {total} linear layers in {kind.upper()}: the base takes "
         f"{size(stored)} in place of {size(whole)}"
     )
     if experts:
