@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from plugsft import PluginError, Recipe, RecipeError, Run, hookimpl, plugin, state
 
@@ -25,7 +25,7 @@ class EarlyStopping:
     """Which value of the metric is the best."""
     patience: Annotated[int, Field(ge=1)] = 3
     """The run stops after this number of evaluations (or steps) without improvement."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: NonNegativeFloat = 0.0
     """Improvements up to this size do not count."""
 
     best_value: float | None = state()

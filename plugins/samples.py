@@ -5,7 +5,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from plugsft import Place, Recipe, RecipeError, Run, hookimpl, plugin, reason_of, state
 
@@ -34,7 +34,7 @@ class Samples:
     answers."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens of the longest answer."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0: always the likeliest token."""
 
     chats: list[Prompt] = state([])

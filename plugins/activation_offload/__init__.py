@@ -1,11 +1,11 @@
 """Move what layers save for the backward pass to host memory, and back in time."""
 
 from collections.abc import Generator
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
+from pydantic import NonNegativeInt
 
-from plugsft import Machine, Recipe, Run, hookimpl, plugin, state
+from plugsft import Machine, Recipe, hookimpl, plugin, state
 
 
 @plugin(after=["*"], provides={"offloaded_activations": "min_bytes"})
@@ -16,7 +16,7 @@ class ActivationOffload:
     only the inputs of layers move, which a GPU's link to the host can keep up with.
     """
 
-    min_bytes: Annotated[int, Field(ge=0)] = 1_000_000
+    min_bytes: NonNegativeInt = 1_000_000
     """Smallest activation that is moved."""
 
     offload: Any = state()
@@ -40,7 +40,7 @@ class ActivationOffload:
         return model
 
     @hookimpl
-    def stepped(self, run: Run) -> None:
+    def stepped(self) -> None:
         """Count the step."""
         self.steps += 1
 

@@ -8,7 +8,7 @@ again. So torch may reuse all memory in the order of the computing stream.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -122,15 +122,6 @@ class SideStream:
         """Let the computing wait for an event."""
         self._module.current_stream().wait_event(event)
 
-    def on_host(self, size: int) -> Tensor:
-        """Return host memory: pinned, so that copies need no processor."""
-        pinned = self.device.type != "cpu"
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-    def on_device(self, size: int) -> Tensor:
-        """Return memory of the device."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
 
 class Saved(NamedTuple):
     """Stands for a saved tensor."""
@@ -144,6 +135,10 @@ class Saved(NamedTuple):
     offset: int
 
 
+Copies = dict[int, Tensor]
+"""Identity of a saved tensor's memory -> its bytes."""
+
+
 class SavedLayer:
     """What one pass of a layer saved: on the device, on the host, or on its way."""
 
@@ -153,8 +148,8 @@ class SavedLayer:
         """The layer whose backward pass is next."""
         self._saved: dict[int, tuple[Tensor, int]] = {}
         """A saved tensor of each memory, and its version."""
-        self._on_device: dict[int, Tensor] = {}
-        self._on_host: dict[int, Tensor] = {}
+        self._on_device: Copies = {}
+        self._on_host: Copies = {}
         self._copied: Any = None
         """The end of copies for which the computing has not waited yet."""
 
@@ -176,12 +171,9 @@ class SavedLayer:
 
     def store(self) -> int:
         """Start to copy to the host; return the bytes."""
-        for key, source in self._on_device.items():
-            self._on_host[key] = self._stream.on_host(len(source))
-        if self._on_host:
-            self._copied = self._stream.copy(
-                (source, self._on_host[key]) for key, source in self._on_device.items()
-            )
+        if self._on_device:
+            pinned = self.device.type != "cpu"  # so that copies need no processor
+            self._copy(self._on_device, self._on_host, device="cpu", pin_memory=pinned)
         return sum(map(len, self._on_host.values()))
 
     def release(self) -> None:
@@ -198,13 +190,13 @@ class SavedLayer:
 
     def load(self) -> None:
         """Start to copy back to the device."""
-        if self._on_device or not self._on_host:
-            return
-        for key, source in self._on_host.items():
-            self._on_device[key] = self._stream.on_device(len(source))
-        self._copied = self._stream.copy(
-            (source, self._on_device[key]) for key, source in self._on_host.items()
-        )
+        if self._on_host and not self._on_device:
+            self._copy(self._on_host, self._on_device, device=self.device)
+
+    def _copy(self, sources: Copies, targets: Copies, **memory: Any) -> None:
+        for key, source in sources.items():
+            targets[key] = torch.empty_like(source, **memory)
+        self._copied = self._stream.copy((source, targets[key]) for key, source in sources.items())
 
     def fetch(self, saved: Saved) -> Tensor:
         """Return a saved tensor; start to copy the layer whose backward pass is next."""
@@ -244,17 +236,12 @@ class Kept:
         """Tell whether a tensor stays."""
         if not self._storages:
             # Sharding gathers weights into other memory for each pass.
-            self._storages = {each.untyped_storage()._cdata for each in self._tensors()}
+            parts = tree_leaves([*self._layer.parameters(), *self._layer.buffers(), self._shared])
+            tensors = [each for each in parts if isinstance(each, Tensor)]
+            self._storages = {each.untyped_storage()._cdata for each in tensors}
             self._shapes = {tuple(each.shape) for each in self._layer.parameters()}
         # A linear layer saves its weight, or the cast that autocast made of it, transposed.
         cast = tensor.dim() == 2 and tensor.stride(0) == 1
         return tensor.untyped_storage()._cdata in self._storages or (
             cast and tuple(reversed(tensor.shape)) in self._shapes
         )
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._layer.parameters()
-        yield from self._layer.buffers()
-        for each in tree_leaves(self._shared):
-            if isinstance(each, Tensor):
-                yield each

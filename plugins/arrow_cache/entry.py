@@ -13,8 +13,6 @@ from typing import Any
 
 from plugsft import DataError, DiskError, damage, reason_of, say
 
-ABSENT = "the entry does not exist"
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -29,7 +27,7 @@ class Entry:
     def ensure(self, build: Callable[..., bool]) -> str:
         """Build the entry if it cannot be used; describe the build, or return "" for a hit."""
         exists = os.path.exists(self.folder)
-        fault = self.find_fault(self.folder) if exists else ABSENT
+        fault = self.find_fault(self.folder) if exists else "the entry does not exist"
         if not fault:
             return ""
         if self.read_only:

@@ -41,8 +41,8 @@ class AsyncCollate:
 
         ahead, patience = Ahead(build, steps, self.depth), PATIENCE
         try:
-            for step in steps:
-                yield ahead.take(step)
+            for _ in steps:
+                yield ahead.take()
         except KeyboardInterrupt:
             patience = 0.0
             raise

@@ -8,7 +8,7 @@ from threading import Semaphore, Thread
 
 import torch
 
-from plugsft import LoadedStep, PluginError
+from plugsft import LoadedStep
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Ahead:
 
     def __init__(self, build: Callable[[int], LoadedStep], steps: range, depth: int) -> None:
         self.taken, self.built, self.waited = 0, 0.0, 0.0
-        self._steps, self._closed = steps, False
+        self._closed = False
         self._room, self._done = Semaphore(depth), SimpleQueue[Built]()
         # Created here, on the current device of the main thread: each thread has its own.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped upstream
@@ -36,28 +36,15 @@ class Ahead:
         )
         self._thread.start()
 
-    def take(self, step: int) -> LoadedStep:
-        """Wait for the batches of a step, which must be the next one."""
-        due = self._steps[self.taken] if self.taken < len(self._steps) else None
-        if self._closed or step != due:
-            raise PluginError(
-                f"async_collate: step {step} was asked for, and "
-                f"{'nothing' if self._closed or due is None else f'step {due}'} is in flight: "
-                "steps are taken in order, each once"
-            )
+    def take(self) -> LoadedStep:
+        """Wait for the batches of the next step; no other call may follow an error."""
         started = time.perf_counter()
         built = self._done.get()
         self.waited += time.perf_counter() - started
         self.built += built.seconds
         try:
             if isinstance(built.result, BaseException):
-                self._closed = True
                 raise built.result
-            if built.result.plan.step != step:
-                raise PluginError(
-                    f"async_collate: step {step} was asked for, but the batches are of step "
-                    f"{built.result.plan.step}"
-                )
             if built.ready is not None:
                 wait_for_copies(built.result, built.ready)
             self.taken += 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""
-TYPICAL = 50_000
+TYPICAL = 50_000.0
 """Length at which attention costs as much as the rest of a model with some billion weights."""
 
 
@@ -52,7 +52,7 @@ class BfdPacking(Packer):
 
     max_tokens: int = state(0)
     """`capacity`, or its default."""
-    break_even: float = state(float(TYPICAL))
+    break_even: float = state(TYPICAL)
     """Length at which attention costs as much as everything else."""
     cuts: list[Any] = state([])
     """Counts of overlong examples, in the training and the evaluation data."""

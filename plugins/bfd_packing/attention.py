@@ -80,10 +80,6 @@ class Limits(NamedTuple):
     chunk: int | None
     """Length of a chunk; chunks are counted from the document's first token."""
 
-    def allow_all(self, length: int) -> bool:
-        """Return whether no limit is reached in a document of this length."""
-        return all(limit is None or length <= limit for limit in self)
-
     def mask(self, length: int, num_keys: int, device: torch.device) -> Tensor:
         """Return which of `num_keys` keys each of the last `length` tokens attends to."""
         keys = torch.arange(num_keys, device=device)
@@ -133,7 +129,8 @@ def _attend_document(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     length, num_keys = query.shape[2], key.shape[2]
-    causal = limits.allow_all(num_keys) and softcap is None and length == num_keys
+    unlimited = all(limit is None or num_keys <= limit for limit in limits)
+    causal = unlimited and softcap is None and length == num_keys
     mask = None if causal else limits.mask(length, num_keys, query.device)
     if softcap is None or mask is None:
         return scaled_dot_product_attention(

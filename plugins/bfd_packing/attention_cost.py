@@ -16,7 +16,7 @@ def break_even_length(model: Any) -> float:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
-        return float(TYPICAL)  # no attention: the probe decides
+        return TYPICAL  # no attention: the probe decides
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     weights = sum(map(num_weights, model.parameters()))
     if head is not None and head.weight is not table:

@@ -19,40 +19,42 @@ def documents_of(
 
     A document may also attend to the first `seen` tokens of the document before it.
     """
-    bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
     if positions is None:
-        positions = buffer((1, int(bounds[-1])), torch.int64)
-    documents = lengths.tolist()
-    longest = max(documents)
-    if seen is not None and seen.any():
-        return _documents_with_shared_prompts(lengths, positions, seen)
-    ramp = np.arange(longest)
-    np.concatenate([ramp[:length] for length in documents], out=positions.numpy()[0])
-    return {
+        positions = buffer((1, int(lengths.sum())), torch.int64)
+    keys = lengths if seen is None else lengths + seen
+    ramp = np.arange(keys.max())
+    spans = zip((keys - lengths).tolist(), keys.tolist(), strict=True)
+    np.concatenate([ramp[start:stop] for start, stop in spans], out=positions.numpy()[0])
+    bounds, longest = _bounds_of(lengths), int(lengths.max())
+    batch: Batch = {
         "position_ids": positions,
         # The names that transformers has for flash attention.
-        "cu_seq_lens_q": torch.from_numpy(bounds),
-        "cu_seq_lens_k": torch.from_numpy(bounds),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
         "max_length_q": longest,
         "max_length_k": longest,
         # On the host: a kernel call per document must not wait for the device.
-        "documents": tuple(documents),
+        "documents": tuple(lengths.tolist()),
+    }
+    if seen is None or not seen.any():
+        return batch
+    starts = np.cumsum(lengths) - lengths
+    previous = np.append(0, starts[:-1])
+    # The places of the keys of each document: its prompt in the document before, and its own.
+    parts = np.stack([previous, starts], 1).ravel(), np.stack([seen, lengths], 1).ravel()
+    places = [np.arange(first, first + count) for first, count in zip(*parts, strict=True)]
+    return batch | {
+        "cu_seq_lens_k": _bounds_of(keys),
+        "max_length_k": int(keys.max()),
+        "seen": tuple(seen.tolist()),
+        "keys": torch.from_numpy(np.concatenate(places)),
     }
 
 
-def _documents_with_shared_prompts(lengths: Ints, positions: Tensor, seen: Ints) -> Batch:
-    starts = np.cumsum(lengths) - lengths
-    previous = np.append(0, starts[:-1])
-    key_lengths = lengths + seen
-    spans = np.stack([previous, starts], 1).ravel(), np.stack([seen, lengths], 1).ravel()
-    keys = np.concatenate([np.arange(a, a + n) for a, n in zip(*spans, strict=True)])
-    ramps = [np.arange(a, a + n) for a, n in zip(seen, lengths, strict=True)]
-    np.concatenate(ramps, out=positions.numpy()[0])
-    batch = documents_of(lengths) | {"position_ids": positions}
-    batch["cu_seq_lens_k"] = documents_of(key_lengths)["cu_seq_lens_q"]
-    batch["max_length_k"] = int(key_lengths.max())
-    return batch | {"seen": tuple(seen.tolist()), "keys": torch.from_numpy(keys)}
+def _bounds_of(lengths: Ints) -> Tensor:
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return torch.from_numpy(bounds)
 
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:

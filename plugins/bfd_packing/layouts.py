@@ -59,7 +59,7 @@ class PackedEpoch(Layouts):
         self._ranks, self._size = ranks, size
         self._tokens = np.bincount(rows, weights=ordered[items], minlength=self._num_rows)
         self._longest = int(ordered.max(initial=1))
-        self._capacity, self._fill = capacity, ordered.sum() / (self._num_rows * capacity)
+        self._capacity = capacity
 
     def __len__(self) -> int:
         return -(-self._num_rows // self._size)
@@ -67,16 +67,19 @@ class PackedEpoch(Layouts):
     def describe(self) -> str:
         """Describe the rows of an epoch: number, size, fill."""
         examples = len(self._examples)
+        fill = self._tokens.sum() / (self._num_rows * self._capacity)
         return (
             f"{examples:,} examples in {self._num_rows:,} rows of {self._capacity:,} tokens, "
-            f"{self._fill:.2%} full; a step is {self._size} rows, "
+            f"{fill:.2%} full; a step is {self._size} rows, "
             f"{examples / len(self):,.1f} examples"
         )
 
     def shape(self, sequences: int) -> RowShape:
         """Return the shape of all rows; `sequences` is the most that an example has."""
         documents = np.diff(self._stops, prepend=0) * sequences
-        return RowShape.of_rows(documents, self._tokens, self._longest, self._capacity)
+        padding = -(-(self._capacity - self._tokens) // self._longest)
+        empty_row = -(-self._capacity // self._longest)  # of a rank that has no examples left
+        return RowShape(int((documents + padding).max(initial=empty_row)), self._longest)
 
     def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""
@@ -167,13 +170,11 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:
         while count:
             tightest = bisect_left(spaces, size)
             if tightest == len(spaces):
-                each = capacity // size
-                full, rest = divmod(count, each)
-                for new_bins, items_each in ((full, each), (min(rest, 1), rest)):
-                    if new_bins:
-                        put(bins, new_bins, items_each, capacity - items_each * size)
-                        bins += new_bins
-                break
+                # The rest of the items of this length fill new bins.
+                needed = -(-count // (capacity // size))
+                add_group(bins, needed, capacity)
+                bins += needed
+                continue
             space = spaces[tightest]
             first, available = groups[space].pop()
             if not groups[space]:

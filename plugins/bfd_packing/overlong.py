@@ -1,8 +1,7 @@
 """Cut examples that have more tokens than a micro-batch may hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,8 +9,7 @@ from plugsft import DataError, Ints
 from plugsft.data_kit import Tokens, cut
 
 
-@dataclass(frozen=True)
-class Cuts:
+class Cuts(NamedTuple):
     """Numbers of examples that were cut."""
 
     overlong: int
@@ -61,9 +59,7 @@ def limit_lengths(lengths: Ints, max_tokens: int, overlong: str) -> Ints:
 
 def describe_cuts(all_cuts: Sequence[Cuts], overlong: str) -> str:
     """Describe the cuts in the training and the evaluation data; "" without any."""
-    count, added, untrained = (
-        sum(getattr(cuts, name) for cuts in all_cuts) for name in ("overlong", "added", "untrained")
-    )
+    count, added, untrained = map(sum, zip(Cuts(0), *all_cuts, strict=True))
     if not count:
         return ""
     text = f"{count:,} longer examples cut"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from plugsft import Batch, Ints
+from plugsft import Batch
 
 
 class RowShape(NamedTuple):
@@ -17,13 +17,6 @@ class RowShape(NamedTuple):
     """Most documents in a row."""
     longest: int
     """Most tokens in a document."""
-
-    @classmethod
-    def of_rows(cls, documents: Ints, tokens: Ints, longest: int, capacity: int) -> RowShape:
-        """Return the shape that all rows fit, from their numbers of documents and tokens."""
-        padding = -(-(capacity - tokens) // longest)
-        empty_row = -(-capacity // longest)  # of a rank that has no examples left
-        return cls(int((documents + padding).max(initial=empty_row)), longest)
 
     def join(self, other: RowShape) -> RowShape:
         """Return the shape that the rows of both fit."""

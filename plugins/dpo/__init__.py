@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from plugsft import (
     AnswerLoss,
@@ -53,17 +53,17 @@ class Dpo(AnswerLoss):
     loss: LossName = "sigmoid"
     """length_normalized, ipo, cpo_ipo, simpo and orpo compare log-probabilities per token, the
     others those of whole answers. docs/preferences.md has the formulas."""
-    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    beta: Annotated[FiniteFloat, Field(gt=0)] | None = None
     """Factor of the compared log-probabilities; with ipo and cpo_ipo, 1 / (2 x the wanted margin);
     with orpo, the weight of the odds ratio. Default: 0.1; length_normalized: 5; simpo: 2."""
-    gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    gamma: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """The wanted margin of beta x log-probabilities, for simpo. Default: 1."""
-    alpha: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    alpha: FiniteFloat | None = None
     """Shape of the reward, for simpo: AlphaPO's (1 - p^-alpha) / alpha. Default: 0, log p."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
     """Assumed share of mislabelled pairs, for sigmoid, length_normalized, cpo and simpo.
     Default: 0."""
-    nll: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    nll: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Weight of an additional loss: the chosen answer's mean loss per token. Default: 0, with cpo,
     cpo_hinge, cpo_ipo and orpo 1."""
     reference: Place | None = None

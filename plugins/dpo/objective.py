@@ -14,7 +14,6 @@ from .losses import LOSSES, options_of
 if TYPE_CHECKING:
     from . import Dpo
 
-SIDES = ("chosen", "rejected")
 INITIAL_TOLERANCE = {True: 1e-3, False: 5e-2}
 """Allowed relative error of the first loss, in float32 (True) or not."""
 
@@ -35,7 +34,7 @@ def compare(
         "accuracy": (rewards[:, 0] > rewards[:, 1]).float(),
         "margin": rewards[:, 0] - rewards[:, 1],
     }
-    for column, side in enumerate(SIDES):
+    for column, side in enumerate(("chosen", "rejected")):
         metrics[f"reward_{side}"] = rewards[:, column]
         metrics[f"logp_{side}"] = log_probs[:, column]
     return loss.formula(scores, options), metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from plugsft import Ranks, Recipe, RunModel, hookimpl, plugin, state
 
@@ -32,7 +32,7 @@ class DpoReference:
 
     capacity: Annotated[int, Field(ge=2)] | None = None
     """Most tokens in a micro-batch of this pass. Default: as in training."""
-    probes: Annotated[int, Field(ge=0)] = 4
+    probes: NonNegativeInt = 4
     """Random pairs that are recomputed at the start of each run, and compared."""
 
     reference: str = state("")

@@ -34,12 +34,15 @@ class ReferencePass:
     def __init__(self, plugin: DpoReference, model: RunModel, tokens: Tokens, ranks: Ranks) -> None:
         self.plugin, self.tokens, self.model, self.ranks = plugin, tokens, model, ranks
         module: Any = getattr(model.module, "module", model.module)
+        self.initial_digest = getattr(module, "initial_digest", "")
         self.kernel = module.config.get_text_config()._attn_implementation
         self.without_adapters: Any = None
         if not plugin.reference:
             self.without_adapters = getattr(module, "disable_adapter", None)
         # Without this plugin, each rank would hold its shard of a frozen copy.
-        self.saved_bytes = 0 if self.without_adapters else local_bytes(module)
+        self.saved_bytes = 0
+        if not self.without_adapters:
+            self.saved_bytes = sum(shard_of(each).values.nbytes for each in module.parameters())
         self.seconds, self.computed, self.difference = 0.0, 0, 0.0
 
     @cached_property
@@ -52,8 +55,6 @@ class ReferencePass:
     def key(self) -> dict[str, Any]:
         """Everything that the log-probabilities depend on."""
         load = self.model.load
-        initial = getattr(self.model.module, "module", self.model.module)
-        adapters = getattr(initial, "initial_digest", "") if self.without_adapters else ""
         # Attention per document calls SDPA for each document.
         kernels = {"plugsft_documents": "sdpa"}
         reference = {
@@ -65,8 +66,8 @@ class ReferencePass:
         }
         if (quantization := load.kwargs.get("quantization_config")) is not None:
             reference["quantization"] = quantization.to_dict()
-        if adapters:
-            reference["adapters"] = adapters
+        if self.without_adapters and self.initial_digest:
+            reference["adapters"] = self.initial_digest
         return {"kind": "reference", "tokens": self.tokens.facts["key"], "reference": reference}
 
     @property
@@ -102,19 +103,16 @@ class ReferencePass:
         self.computed = len(missing)
         with self.ranks.agree("writing log-probabilities"):
             if folder is not None:
-                self._write_facts(folder)
-
-    def _write_facts(self, folder: Path) -> None:
-        facts = {
-            "kind": "reference",
-            "key": digest(self.key),
-            "key_parts": self.key,
-            "rows": len(self.tokens),
-            "tokens": int(self.tokens.lengths.sum()),
-            "seconds_per_pair": self.seconds / max(1, self.computed),
-            "sources": self.tokens.facts["sources"],
-        }
-        (folder / "facts.json").write_text(json.dumps(facts, indent=1))
+                facts = {
+                    "kind": "reference",
+                    "key": digest(self.key),
+                    "key_parts": self.key,
+                    "rows": count,
+                    "tokens": int(self.tokens.lengths.sum()),
+                    "seconds_per_pair": self.seconds / max(1, self.computed),
+                    "sources": self.tokens.facts["sources"],
+                }
+                (folder / "facts.json").write_text(json.dumps(facts, indent=1))
 
     def _blocks(self, pairs: Ints) -> Iterator[list[Ints]]:
         """Yield the micro-batches of each block, the longest pairs first."""
@@ -172,8 +170,3 @@ class ReferencePass:
                     f"{stored.folder}, which belong to other weights or another kernel, or are "
                     "damaged; remove that folder, and the next run computes them again"
                 )
-
-
-def local_bytes(module: Any) -> int:
-    """Return the bytes of this rank's shards of all parameters."""
-    return sum(shard_of(parameter).values.nbytes for parameter in module.parameters())

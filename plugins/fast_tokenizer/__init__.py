@@ -108,11 +108,10 @@ class FastTokenizer:
 
         total, own = sum(self.counts.values()), self.counts.get(OWN, 0)
         fast = [f"{name} encoded {count:,}" for name, count in self.counts.items() if name != OWN]
-        reasons = "; ".join(self.reasons.values())
         if self.engine == "auto" and not fast and len(self.reasons) == len(ENGINES):
             return (
-                f"warning: no engine fits, so the model's own tokenizer encodes ({reasons}). "
-                "Remove [plugins.fast_tokenizer]"
+                "warning: no engine fits, so the model's own tokenizer encodes "
+                f"({'; '.join(self.reasons.values())}). Remove [plugins.fast_tokenizer]"
             )
         lines = []
         if fast:
@@ -124,4 +123,4 @@ class FastTokenizer:
                 )
         elif own:
             lines = [f"the model's own tokenizer encoded {own:,} texts"]
-        return "; ".join([*lines, *filter(None, [reasons])])
+        return "; ".join([*lines, *self.reasons.values()])

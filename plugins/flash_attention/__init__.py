@@ -38,8 +38,7 @@ class FlashAttention:
         from .kernels import conditions_of, find_obstacle
 
         self.conditions = conditions_of(recipe)
-        packing = recipe.provides("packed_rows")
-        self.row_length = packing.key if packing else ""
+        self.row_length = recipe.micro_batch_size().key
         if self.kernel != "auto":
             self.ensure_no(find_obstacle(self.kernel, self.conditions))
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -42,8 +40,6 @@ ARCHITECTURES = {
     "fa4": ("Hopper and Blackwell (9.0 to 11.0)", {9, 10, 11}),
 }
 """Major compute capabilities of packages that do not run on all others."""
-VARLEN_NEEDS = {"scale", "window_size"}
-"""Arguments of torch's kernel that are needed; torch 2.11 was the first to have them."""
 WIDEST_HEAD = {"fa4": 128}
 """Widest head that a kernel supports, if not 256; the width must also be a multiple of eight."""
 PACKING = Capability.bundled("packed_rows").table
@@ -72,7 +68,6 @@ class Obstacle(NamedTuple):
 
 
 REMOVE = "remove [plugins.flash_attention]"
-SINKS = Obstacle("it does not support attention sinks, which the model has", REMOVE)
 
 
 def conditions_of(recipe: Recipe) -> Conditions:
@@ -110,17 +105,10 @@ def find_obstacle(kernel: str, conditions: Conditions) -> Obstacle | None:
     if not conditions.half:
         cure = 'set model.dtype = "bfloat16", or kernel = "sdpa"'
         return Obstacle("takes bfloat16, not float32", cure)
-    if kernel == "torch":
-        return find_obstacle_in_torch(conditions)
-    if conditions.shared:
-        return Obstacle("cannot share the prompt of a pair", 'set kernel = "torch" or "sdpa"')
-    return find_obstacle_in_package(*PACKAGES[kernel])
-
-
-def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
-    """Return why torch's own kernel cannot run, or None."""
-    if not {*inspect.signature(varlen_attn).parameters} >= VARLEN_NEEDS:
-        return Obstacle(f"needs torch 2.11, not {torch.__version__}", "pip install -U torch")
+    if kernel != "torch":
+        if conditions.shared:
+            return Obstacle("cannot share the prompt of a pair", 'set kernel = "torch" or "sdpa"')
+        return find_obstacle_in_package(*PACKAGES[kernel])
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
@@ -162,9 +150,9 @@ def attention_config(load: ModelLoad) -> PretrainedConfig:
 def find_obstacle_in_model(kernel: str, config: PretrainedConfig, packed: bool) -> Obstacle | None:
     """Return why a kernel cannot compute a model's attention, or None."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     if kernel == "sdpa":
         # Transformers 5.17: SDPA drops a soft cap, and Gemma 2 says that it supports SDPA.
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
         if not packed and model_class is not None and (capped or not model_class._supports_sdpa):
             reason = f"{model_class.__name__} has attention that SDPA cannot compute"
             return Obstacle(reason, REMOVE)
@@ -186,7 +174,7 @@ def find_obstacle_in_model(kernel: str, config: PretrainedConfig, packed: bool) 
     if any(getattr(config, name, 0) for name in DROPOUTS) and kernel != "fa2":
         return Obstacle("it has no dropout, and the model's attention has", cure)
     if kernel == "torch":
-        if getattr(config, "attn_logit_softcapping", None) is not None:
+        if capped:
             return Obstacle("it has no soft cap, and the model's attention has", cure)
         if getattr(config, "v_head_dim", None) not in {None, *head_widths(config)}:
             return Obstacle("it needs values as wide as keys", cure)
@@ -220,7 +208,9 @@ def find_unused(kernel: str, name: str, model: Any) -> Obstacle | None:
     if name and used != name:
         return Obstacle(f"the model uses {used} instead of {name}", REMOVE)
     sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    return SINKS if sinks and kernel in (*PACKAGES, "torch") else None
+    if sinks and kernel in (*PACKAGES, "torch"):
+        return Obstacle("it does not support attention sinks, which the model has", REMOVE)
+    return None
 
 
 def head_widths(config: PretrainedConfig) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from plugsft import Machine, Recipe, hookimpl, plugin, state
 
@@ -26,7 +26,7 @@ class Fp8:
     scaling: Literal["rowwise", "tensorwise"] = "rowwise"
     """rowwise: a scale for each token and each output, the more exact. tensorwise: one for each
     tensor, the faster; examples of a micro-batch then round each other's values."""
-    keep: Annotated[int, Field(ge=0)] = 1
+    keep: NonNegativeInt = 1
     """Number of layers at each end of the model whose products are not rounded."""
     min_size: Annotated[int, Field(ge=16)] = 2048
     """Fewest inputs and outputs of a linear layer; float8 gains nothing for smaller ones."""

@@ -69,17 +69,7 @@ CAPABILITY = (8, 9)
 
 
 def ensure_usable(plugin: Fp8, recipe: Recipe, machine: Machine) -> None:
-    """Refuse a machine without float8, and what cannot be combined with it."""
-    ensure_combines(plugin, recipe, machine)
-    if not plugin.emulate:
-        ensure_hardware(recipe)
-    # The sizes of a model from scratch are known when it is made.
-    if not recipe.model.scratch and (model := meta_model(recipe)) is not None:
-        choose(plugin, model)
-
-
-def ensure_combines(plugin: Fp8, recipe: Recipe, machine: Machine) -> None:
-    """Refuse what float8 would make wrong or slow."""
+    """Refuse a machine without float8, and what it would make wrong or slow."""
     if adapters := recipe.provides("adapters"):
         raise RecipeError(
             f"float8 is for full fine-tuning: it would round the frozen weights of "
@@ -101,6 +91,11 @@ def ensure_combines(plugin: Fp8, recipe: Recipe, machine: Machine) -> None:
             "torchao's layers keep their whole weights for the backward pass, which ZeRO-3 "
             "shards; launch with recipes/accelerate/fsdp2.yaml, or remove [plugins.fp8]"
         )
+    if not plugin.emulate:
+        ensure_hardware(recipe)
+    # The sizes of a model from scratch are known when it is made.
+    if not recipe.model.scratch and (model := meta_model(recipe)) is not None:
+        choose(plugin, model)
 
 
 def ensure_hardware(recipe: Recipe) -> None:

@@ -22,21 +22,18 @@ def convert_layers(plugin: Fp8, model: Any) -> str:
     if plugin.scaling == "rowwise":
         # As torchtitan: compiled layers that skip casts may end in NaN (pytorch issue 150859).
         inductor.emulate_precision_casts = True
-    config = settings(plugin.scaling, plugin.emulate)
     for name in choice.chosen:
-        parent, _, child = name.rpartition(".")
-        layer = float8_layer(model.get_submodule(name), config)
-        setattr(model.get_submodule(parent), child, layer)
+        layer = float8_layer(model.get_submodule(name), plugin.scaling, plugin.emulate)
+        model.set_submodule(name, layer)
     return choice.describe(plugin)
 
 
-def settings(scaling: str, emulate: bool) -> Any:
-    """Return torchao's settings; rows have any number of tokens, so products are padded."""
+def float8_layer(layer: Linear, scaling: str, emulate: bool) -> Module:
+    """Return torchao's layer with the same parameters.
+
+    Rows have any number of tokens, so products are padded.
+    """
     config = Float8LinearConfig.from_recipe_name(scaling)
-    return replace(config, emulate=emulate, pad_inner_dim=True)
-
-
-def float8_layer(layer: Linear, config: Any) -> Module:
-    """Return torchao's layer with the same parameters."""
+    config = replace(config, emulate=emulate, pad_inner_dim=True)
     converted: Module = Float8Linear.from_float(layer, config)
     return converted.train(layer.training)

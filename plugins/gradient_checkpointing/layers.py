@@ -72,7 +72,8 @@ class Selection:
         """Tell whether the output of an operation is stored."""
         name = operation._schema.name
         if name in ATTENTION:
-            self.has_attention |= (stored := not dropout_of(operation, inputs, options))
+            stored = not dropout_of(operation, inputs, options)
+            self.has_attention |= stored
             return stored
         return self._products and name in PRODUCTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from plugsft import (
     AnswerLoss,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from plugsft.data_kit import Tokens
 
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 @plugin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,13 +46,13 @@ def compare(
     losses = factors * torch.sigmoid(-plugin.beta * signs * (gains - step.kl))
     examples = step.examples if training else np.arange(len(tokens))
     metrics = {"kl": step.kl} if plugin.loss == "kto" else {}
-    for label, scale in scales_of(tokens, examples).items():
+    scales = scales_of(tokens, examples)
+    for label, scale in scales.items():
         shares = scale * (labels == label)
         metrics[f"reward_{NAMES[label]}"] = shares * (plugin.beta * gains)
         metrics[f"logp_{NAMES[label]}"] = shares * log_probs
-    rewards = [metrics.get(f"reward_{name}") for name in NAMES.values()]
-    if rewards[0] is not None and rewards[1] is not None:
-        metrics["margin"] = rewards[0] - rewards[1]
+    if len(scales) == len(NAMES):
+        metrics["margin"] = metrics["reward_desirable"] - metrics["reward_undesirable"]
     return losses, metrics
 
 
@@ -103,14 +104,14 @@ def scales_of(tokens: Tokens, examples: Ints) -> dict[bool, float]:
     return {label: float(weights.sum()) / part for label, part in parts.items() if part}
 
 
+@dataclass(eq=False)
 class StepExamples:
     """The examples that all ranks compute in a step."""
 
-    def __init__(self, examples: Ints) -> None:
-        self.examples = examples
-        """Numbers of the examples; one may come several times."""
-        self.kl: Any = None
-        """The step's KL, once it is computed."""
+    examples: Ints
+    """Numbers of the examples; one may come several times."""
+    kl: Any = None
+    """The step's KL, once it is computed."""
 
 
 def name_examples(steps: Iterator[LoadedStep]) -> Iterator[LoadedStep]:
@@ -138,25 +139,22 @@ class Mismatched(Tokens):
     def __init__(self, tokens: Tokens, examples: Ints, max_length: int) -> None:
         examples = np.unique(examples)
         ids, mask = tokens.gather(examples)
-        bounds = np.cumsum(tokens.lengths[examples])[:-1]
-        sequences = [*zip(np.split(ids, bounds), np.split(mask, bounds), strict=True)]
-        starts = [int(own_mask.argmax()) for _, own_mask in sequences]
+        # Of each text a row of ids, and a row of its mask.
+        texts = np.split(np.stack([ids, mask]), np.cumsum(tokens.lengths[examples])[:-1], 1)
+        starts = [int(text[1].argmax()) for text in texts]
         self._texts = []
-        for number, (text, text_mask) in enumerate(sequences):
-            prompt, (answer, answer_mask) = starts[number], sequences[number - 1]
-            start = starts[number - 1]
-            joined = np.concatenate([text[:prompt], answer[start:]])
-            joined_mask = np.concatenate([text_mask[:prompt], answer_mask[start:]])
-            self._texts.append((joined[:max_length], joined_mask[:max_length]))
-        self.lengths = np.array([len(text) for text, _ in self._texts], np.int64)
-        self.targets = np.array([mask.sum() for _, mask in self._texts], np.int64)
+        for number, text in enumerate(texts):
+            prompt = text[:, : starts[number]]
+            answer = texts[number - 1][:, starts[number - 1] :]
+            self._texts.append(np.concatenate([prompt, answer], 1)[:, :max_length])
+        self.lengths = np.array([text.shape[1] for text in self._texts], np.int64)
+        self.targets = np.array([text[1].sum() for text in self._texts], np.int64)
         self.denominators = np.ones(len(self._texts), np.int64)
         self.columns = {"label": tokens.columns["label"][examples]}
         self.facts = {**tokens.facts, "pairs": 0}
 
     def gather(self, examples: Ints) -> tuple[Any, Any]:
         """Return the concatenated tokens of texts and their loss mask."""
-        texts = [self._texts[number] for number in examples]
-        ids = [np.zeros(0, np.int32), *(text for text, _ in texts)]
-        masks = [np.zeros(0, np.bool_), *(mask for _, mask in texts)]
-        return np.concatenate(ids), np.concatenate(masks)
+        none = np.zeros((2, 0), np.int32)
+        ids, mask = np.concatenate([none, *(self._texts[number] for number in examples)], 1)
+        return ids, mask.astype(np.bool_)

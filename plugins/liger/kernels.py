@@ -31,9 +31,7 @@ def choose_kernels(switches: Mapping[str, bool | None], family: str) -> dict[str
         )
     known = inspect.signature(liger_patch(family)).parameters
     available = {
-        option: next(name for name in names if name in known)
-        for option, names in LIGER_NAMES.items()
-        if set(names) & set(known)
+        option: name for option, names in LIGER_NAMES.items() for name in names if name in known
     }
     for option, switch in switches.items():
         if switch and option not in available:

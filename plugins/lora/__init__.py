@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from plugsft import Capability, Machine, ModelLoad, Place, Recipe, hookimpl, plugin, state
 
@@ -59,7 +59,7 @@ class Lora:
     init: Literal["default", "gaussian", "orthogonal"] = "default"
     """Initialization of adapters. With each of them, the first step's loss is the base model's."""
 
-    lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    lr_ratio: PositiveFloat = 1.0
     """Learning rate of an adapter's second half (B), as a multiple of the first's (LoRA+)."""
     adapter: Place | None = None
     """Adapters to go on from: a folder in peft's format, or a hub name. r, alpha, targets,
@@ -124,8 +124,7 @@ class Lora:
     @hookimpl
     def state_dict(self) -> dict[str, Any]:
         """Store the scales of adapters, and the copies that belong to the reference."""
-        state: dict[str, Any] = self.model.fixed_state()
-        return state
+        return dict(self.model.fixed_state())
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict
-from peft.tuners import lora
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils import transformers_weight_conversion as conversion
@@ -23,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from plugsft import ModelLoad, PluginError, RecipeError, say
 from plugsft.kit import num_weights, whole_shape
 
-from .continued import TrainedAdapters
+from .continued import TrainedAdapters, in_order
 from .experts import ExpertAdapter, describe_frozen, hand_factors
 from .layers import NAME, FastLinear, adapted_layers
 from .targets import (
@@ -183,10 +182,8 @@ class AdaptedModel(PeftModel):
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
-        if not isinstance(config.target_modules, str):
-            config.target_modules = sorted(config.target_modules)
-        if config.target_parameters:
-            config.target_parameters = sorted(config.target_parameters)
+        config.target_modules = in_order(config.target_modules)
+        config.target_parameters = in_order(config.target_parameters)
         config.save_pretrained(save_directory)
 
 
@@ -213,8 +210,7 @@ def initialize(model: Module, method: str, seed: int) -> None:
     If the model's weights are not loaded yet, peft has created the adapters without memory.
     """
     torch.manual_seed(seed)
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]
-    for layer in layers:
+    for _, layer in adapted_layers(model):
         device = next(weight.device for name, weight in layer.named_parameters() if "lora_" in name)
         halves = [
             getattr(layer, f"lora_{half}") for half in ("A", "B", "embedding_A", "embedding_B")
@@ -253,13 +249,13 @@ def describe(model: Module, rank: int) -> str:
     layers = dict(adapted_layers(model))
     experts = [it.parameter_name for it in layers.values() if isinstance(it, ExpertAdapter)]
     targets = [name for name, it in layers.items() if not isinstance(it, ExpertAdapter)]
-    sizes = [(num_weights(weight), weight.requires_grad) for weight in model.parameters()]
-    trained, total = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
+    total = sum(map(num_weights, model.parameters()))
+    trained = sum(num_weights(weight) for weight in model.parameters() if weight.requires_grad)
     kinds = ", ".join(sorted({*last_parts(targets)}))
     whole = last_parts(
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
-    weights = ", ".join(sorted({*last_parts(experts)}))
+    weights = ", ".join(sorted({*experts}))
     deltas = [it for it in model.modules() if isinstance(it, TrainableTokensLayer)]
     rows = max((len(it.token_indices[NAME]) for it in deltas), default=0)
     parts = {

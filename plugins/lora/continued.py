@@ -82,9 +82,9 @@ class TrainedAdapters:
         """Return the plugin's options with those of the adapters; refuse other ones."""
         settings, defaults, problems = copy.copy(plugin), type(plugin)(), []
         for option, name in OPTIONS.items():
-            value, theirs = getattr(plugin, option), comparable(getattr(self.config, name) or [])
+            value, theirs = getattr(plugin, option), in_order(getattr(self.config, name) or [])
             theirs = bool(theirs) if isinstance(value, bool) else theirs
-            if comparable(value) not in (comparable(getattr(defaults, option)), theirs):
+            if in_order(value) not in (in_order(getattr(defaults, option)), theirs):
                 problems.append(
                     f"{option}: the recipe has {value!r}, and the adapters in {self.place} have "
                     f"{theirs!r}; remove {option}"
@@ -110,7 +110,9 @@ class TrainedAdapters:
                 f"{self.merge_first}"
             )
         their_base, theirs = str(config.base_model_name_or_path), config.revision or "main"
-        then, now = stored_quantization(self.place), quantization_of(load)
+        then = stored_quantization(self.place)
+        quantization = load.kwargs.get("quantization_config")
+        now = describe_quantization(quantization.to_dict() if quantization else {})
         differences = []
         if not same_model(their_base, base) or theirs != (revision or "main"):
             differences.append(
@@ -234,7 +236,7 @@ def settings_of(plugin: Lora) -> tuple[Lora, TrainedAdapters | None]:
     return trained.settings(plugin), trained
 
 
-def comparable(value: Any) -> Any:
+def in_order(value: Any) -> Any:
     """Return names in order; other values as they are."""
     return sorted(value) if isinstance(value, list | set | tuple) else value
 
@@ -245,12 +247,6 @@ def stored_quantization(place: str) -> str:
         return describe_quantization(json.loads(Path(place, RECORD).read_text(encoding="utf8")))
     except (OSError, ValueError, AttributeError):
         return describe_quantization({})
-
-
-def quantization_of(load: ModelLoad) -> str:
-    """Describe how a run quantizes its base."""
-    config = load.kwargs.get("quantization_config")
-    return describe_quantization(config.to_dict() if config else {})
 
 
 def describe_quantization(settings: dict[str, Any]) -> str:

@@ -150,13 +150,14 @@ def adapted_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     """
     numbers, order = chosen.reshape(-1).sort(stable=True)
     every = torch.arange(experts.num_experts, device=numbers.device)
-    rows = Rows(numbers, torch.searchsorted(numbers, every, right=True).to(torch.int32))
+    # Rows are sorted by expert; `ends` says where each expert's rows end.
+    ends = torch.searchsorted(numbers, every, right=True).to(torch.int32)
     inputs = hidden[order // chosen.shape[-1]]
     if experts.has_gate:
-        inner = experts._apply_gate(rows.multiply(experts, "gate_up_proj", inputs))
+        inner = experts._apply_gate(multiply(experts, "gate_up_proj", inputs, numbers, ends))
     else:
-        inner = experts.act_fn(rows.multiply(experts, "up_proj", inputs))
-    outputs = rows.multiply(experts, "down_proj", inner)
+        inner = experts.act_fn(multiply(experts, "up_proj", inputs, numbers, ends))
+    outputs = multiply(experts, "down_proj", inner, numbers, ends)
     if experts.has_post_expert_norm:
         outputs = experts.post_expert_norm(outputs)
     outputs = outputs[order.argsort()].view(*chosen.shape, -1) * weights[..., None]
@@ -164,20 +165,14 @@ def adapted_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     return total.to(hidden.dtype)
 
 
-class Rows:
-    """Tokens in the order of their experts: the expert of each, and where each expert's end."""
-
-    def __init__(self, numbers: Tensor, ends: Tensor) -> None:
-        self._numbers, self._ends = numbers, ends
-
-    def multiply(self, experts: Any, name: str, inputs: Tensor) -> Tensor:
-        """Multiply each row by its expert's weight, and add the adapter's output."""
-        bias = getattr(experts, f"{name}_bias")[self._numbers] if experts.has_bias else None
-        weight, transposed = getattr(experts, name), experts.is_transposed
-        base: Tensor = _grouped_linear(inputs, weight, self._ends, bias, transposed)
-        factors = getattr(experts, "factors", {}).get(name)
-        if factors is None:
-            return base
-        down, up = factors
-        inner = _grouped_linear(inputs, down, self._ends, is_transposed=True)
-        return base + _grouped_linear(inner, up, self._ends, is_transposed=True)
+def multiply(experts: Any, name: str, inputs: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row by its expert's weight, and add the adapter's output."""
+    bias = getattr(experts, f"{name}_bias")[numbers] if experts.has_bias else None
+    weight, transposed = getattr(experts, name), experts.is_transposed
+    base: Tensor = _grouped_linear(inputs, weight, ends, bias, transposed)
+    factors = getattr(experts, "factors", {}).get(name)
+    if factors is None:
+        return base
+    down, up = factors
+    inner = _grouped_linear(inputs, down, ends, is_transposed=True)
+    return base + _grouped_linear(inner, up, ends, is_transposed=True)

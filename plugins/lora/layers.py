@@ -152,7 +152,7 @@ class AdaptedLinear(Function):
 
 
 def add_gradient(
-    weight: Tensor, cast: Tensor, left: Tensor, right: Tensor, scale: float
+    weight: Any, cast: Tensor, left: Tensor, right: Tensor, scale: float
 ) -> Tensor | None:
     """Add scale * left' right to the weight's gradient; return it if there is none yet.
 
@@ -160,7 +160,12 @@ def add_gradient(
     products are rounded, since torch 2.11 cannot trace `out_dtype`. Values of `weight` and `cast`
     are not read where beta is 0.
     """
-    watched = torch.compiler.is_compiling() or has_hooks(weight)
+    # Hooks want to see the gradient of each backward pass.
+    watched = (
+        torch.compiler.is_compiling()
+        or weight._backward_hooks
+        or weight._post_accumulate_grad_hooks
+    )
     total = None if watched else weight.grad
     start, beta = (weight, 0) if total is None else (total, 1)
     options: dict[str, Any] = {"beta": beta, "alpha": scale, "out": total}
@@ -172,11 +177,6 @@ def add_gradient(
     else:
         product = torch.addmm(start, left.t(), right, out_dtype=weight.dtype, **options)
     return product if total is None else None
-
-
-def has_hooks(weight: Any) -> bool:
-    """Tell whether anyone wants to see the gradient of each backward pass."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 class Casts:

@@ -16,12 +16,8 @@ def ensure_options_work(plugin: Lora, recipe: Recipe) -> None:
         raise RecipeError("adapters are always trained in float32; remove model.weights")
     if plugin.init == "orthogonal" and plugin.r % 2:
         raise RecipeError(f'init = "orthogonal" needs an even r; it is {plugin.r}')
-    if plugin.train_new_tokens:
-        _ensure_new_tokens(plugin, recipe)
-
-
-def _ensure_new_tokens(plugin: Lora, recipe: Recipe) -> None:
-    """Refuse to train rows of new tokens if there are none, or if others use the whole weight."""
+    if not plugin.train_new_tokens:
+        return
     if not recipe.model.add_tokens:
         raise RecipeError("train_new_tokens: the recipe has no model.add_tokens; remove it")
     if plugin.fused_head:

@@ -195,13 +195,12 @@ def trained_rows(
     rows = sorted({*load.new_tokens}) if plugin.train_new_tokens else []
     if not rows:
         return None
-    if plugin.strategy == "zero3" or (plugin.strategy and is_tied(model)):
+    tied = is_tied(model)
+    if plugin.strategy == "zero3" or (plugin.strategy and tied):
+        shared, or_fsdp2 = (", which are the head too", "") if tied else ("", " or FSDP2")
         raise RecipeError(
-            "plugins.lora.train_new_tokens: the rows are written into whole embeddings"
-            + (", which are the head too" if is_tied(model) else "")
-            + ", and ranks shard them; launch with DDP"
-            + ("" if is_tied(model) else " or FSDP2")
-            + " (recipes/accelerate/)"
+            f"plugins.lora.train_new_tokens: the rows are written into whole embeddings{shared}, "
+            f"and ranks shard them; launch with DDP{or_fsdp2} (recipes/accelerate/)"
         )
     head, embeddings = (name_of(module, model) for module in head_and_embeddings(model))
     # The head of a reward model has no rows of tokens.
@@ -211,7 +210,7 @@ def trained_rows(
             f"plugins.lora.train_new_tokens: {both[0]} is in targets or modules_to_save, which "
             "train all of its rows; remove one of them"
         )
-    return dict.fromkeys(weights[:1] if is_tied(model) else weights, rows)
+    return dict.fromkeys(weights[:1] if tied else weights, rows)
 
 
 def describe_frozen_rows(plugin: Lora, load: ModelLoad) -> str:

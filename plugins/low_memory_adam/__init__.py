@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-PAGED = "paged_adamw_8bit"
-
-
 @plugin(provides={"bfloat16_updates": None}, affects_results=["kind"])
 class LowMemoryAdam:
     """Train with an AdamW that takes less memory: affects results.
@@ -55,21 +52,27 @@ class LowMemoryAdam:
             )
         if missing := not_installed("bitsandbytes", "quantize"):
             raise RecipeError(f"kind: {missing}")
-        if self.kind == PAGED:
+        if self.kind == "paged_adamw_8bit":
             from .eight_bit import ensure_gpu
 
-            ensure_gpu(PAGED)
+            ensure_gpu()
 
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:
         """Create the optimizer."""
+        from plugsft.kit import decay_groups
+
+        groups, betas = decay_groups(model, train.weight_decay), (train.beta1, train.beta2)
         if self.kind == "corrected":
-            from .corrected import make_corrected
+            from .corrected import CorrectedAdamW
 
-            return make_corrected(model, train)
-        from .eight_bit import make_eight_bit
+            return CorrectedAdamW(groups, train.learning_rate, betas, train.eps, train.seed)
+        from .eight_bit import CLASSES
 
-        return make_eight_bit(model, train, paged=self.kind == PAGED)
+        optimizer: Optimizer = CLASSES[self.kind](
+            groups, lr=train.learning_rate, betas=betas, eps=train.eps
+        )
+        return optimizer
 
     @hookimpl
     def summary(self) -> str:

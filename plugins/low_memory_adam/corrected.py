@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
-from plugsft import Train
-from plugsft.kit import decay_groups, shard_of
+from plugsft.kit import shard_of
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights that are updated at a time, which bounds the float32 values in between."""
@@ -22,12 +20,6 @@ ROUNDED = 16
 """Bits of a float32 that bfloat16 does not have."""
 MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 """Odd numbers that spread the bits of a position over all 64."""
-
-
-def make_corrected(model: Module, train: Train) -> Optimizer:
-    """Make the optimizer of all trained weights."""
-    groups, betas = decay_groups(model, train.weight_decay), (train.beta1, train.beta2)
-    return CorrectedAdamW(groups, train.learning_rate, betas, train.eps, train.seed)
 
 
 class CorrectedAdamW(Optimizer):

@@ -52,7 +52,8 @@ class Profiler:
     def optimizer(self) -> Generator[None, Optimizer, Optimizer]:
         """Mark the beginning and end of each optimizer step."""
         optimizer = yield
-        self.recorder.watch_optimizer(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self.recorder.clock.mark("norm"))
+        optimizer.register_step_post_hook(lambda *_: self.recorder.clock.mark("optimizer"))
         return optimizer
 
     @hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
-from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,14 +53,8 @@ class StepRecorder:
         self.rank_means: list[Tensor] = []
         """Mean seconds of each part on each rank, as last gathered."""
         self._traced = trace
-        self._tracer = Tracer(recipe.folder / "profile", trace, machine.rank)
         self._pending: tuple[list[Mark], list[Ints], float] | None = None
         """The last counted step, which the GPU may still compute."""
-
-    def watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Mark the beginning and end of each optimizer step."""
-        optimizer.register_step_pre_hook(lambda *_: self.clock.mark("norm"))
-        optimizer.register_step_post_hook(lambda *_: self.clock.mark("optimizer"))
 
     def record_steps(self, feed: Iterator[LoadedStep]) -> Iterator[LoadedStep]:
         """Record training steps; an evaluation is a part of the step before it."""
@@ -71,18 +65,18 @@ class StepRecorder:
         try:
             for number, loaded in enumerate(feed, start=1):
                 self.clock.mark("wait")
-                self._tracer.start(loaded.plan.step)
-                yield loaded
-                self._tracer.stop()
+                traced = loaded.plan.step in self._traced
+                file = f"step-{loaded.plan.step:06d}-rank-{self.machine.rank}.json.gz"
+                with tracing(self.recipe.folder / "profile" / file) if traced else nullcontext():
+                    yield loaded
                 self.clock.mark("logging")
                 self._count_pending()
                 marks = self.clock.end_step()
-                if number > WARMUP and loaded.plan.step not in self._traced:
+                if number > WARMUP and not traced:
                     micro_batches = loaded.plan.layout[self.machine.rank]
                     self._pending = marks, micro_batches, loaded.copied
             self._count_pending()
         finally:
-            self._tracer.stop()
             if hasattr(feed, "close"):
                 feed.close()
 
@@ -105,12 +99,7 @@ class StepRecorder:
         seconds["wait"] -= seconds["copy"]
         self.steps.append([*seconds.values()])
         self.micro_batches += len(micro_batches)
-        self._add_flops([examples for examples in micro_batches if len(examples)])
         self._pending = None
-
-    def _add_flops(self, micro_batches: list[Any]) -> None:
-        if not micro_batches:
-            return
         assert self.tokens is not None
         lengths, seen = self.tokens.sequences(np.concatenate(micro_batches))
         attended = (lengths * (lengths / 2 + seen)).sum()
@@ -130,11 +119,9 @@ class StepRecorder:
         if counts_operators and not self.recipe.provides("compiled_layers"):
             with OperatorCounter(self.shapes.vocabulary, tokens) as self.operators:
                 loss = yield
-        elif self._tracer.active is not None:
-            with record_function("forward"):
-                loss = yield
         else:
-            loss = yield
+            with record_function("forward"):  # its name in a trace
+                loss = yield
         self.clock.mark("forward")
         if loss.requires_grad:
             register_hook: Any = loss.register_hook
@@ -173,27 +160,16 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # un
         return result
 
 
-class Tracer:
-    """Writes a trace of each chosen step into a folder."""
-
-    def __init__(self, folder: Path, steps: Collection[int], rank: int) -> None:
-        self.active: Any = None
-        self._folder, self._steps, self._rank = folder, steps, rank
-        self._file = ""
-
-    def start(self, step: int) -> None:
-        """Start the trace of a step, if it is chosen."""
-        if step in self._steps:
-            # Without this setting, Kineto prints to the console.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-            self._file = f"step-{step:06d}-rank-{self._rank}.json.gz"
-            self.active = profile(record_shapes=True)
-            self.active.start()
-
-    def stop(self) -> None:
-        """Write the trace of the current step, if it is traced."""
-        if self.active is not None:
-            self.active.stop()
-            self._folder.mkdir(exist_ok=True)
-            self.active.export_chrome_trace(str(self._folder / self._file))
-            self.active = None
+@contextmanager
+def tracing(file: Path) -> Iterator[None]:
+    """Trace the block, and write the trace, also of a step that fails."""
+    # Without this setting, Kineto prints to the console.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    trace: Any = profile(record_shapes=True)
+    trace.start()
+    try:
+        yield
+    finally:
+        trace.stop()
+        file.parent.mkdir(exist_ok=True)
+        trace.export_chrome_trace(str(file))

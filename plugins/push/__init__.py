@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
-from plugsft import Machine, Recipe, Run, hookimpl, plugin, say, state
+from plugsft import Machine, Run, hookimpl, plugin, say, state
 
 
 @plugin(provides={"external_reports": None})
@@ -25,7 +25,7 @@ class Push:
     one before has arrived. Making a checkpoint's model takes host memory for the whole model."""
     private: bool = True
     """Whether the repository is private."""
-    wait_minutes: Annotated[float, Field(ge=0)] = 60
+    wait_minutes: NonNegativeFloat = 60
     """Most minutes that the run waits for its last upload, after its end."""
 
     warning: str = state("")
@@ -34,7 +34,7 @@ class Push:
     """The uploads of this run, on the main process."""
 
     @hookimpl
-    def check(self, recipe: Recipe, machine: Machine) -> None:
+    def check(self, machine: Machine) -> None:
         """Refuse a wrong name, and a token that may not write."""
         from .requirements import ask_hub, ensure_name
 

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 from plugsft import ModelLoad, say
 from plugsft.kit import num_weights
 
-from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store_nothing
+from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store
 
 RECORD = "quantization_config.json"
 """The file in the run's `model/` that says how the base of the adapters was quantized."""
@@ -37,8 +37,10 @@ def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None
 def prepare_int8(model: Any, dtype: str) -> list[Any]:
     """Keep DDP from copying the scales, which are the same on all ranks; return the layers."""
     for module in model.modules():
+        # `plugsft plan` has no data: its layers only get the size of their quantized weights.
         if isinstance(module, Unquantized) and module.weight.is_meta:
-            store_nothing(module, getattr(torch, dtype))
+            codes = torch.empty_like(module.weight, dtype=torch.int8)
+            store(module, codes, torch.empty_like(codes[:, :1], dtype=getattr(torch, dtype)))
     layers = {name: it for name, it in model.named_modules() if isinstance(it, Int8Linear)}
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *(f"{name}.scale" for name in layers)]
@@ -60,19 +62,20 @@ def record_when_saved(model: Any) -> None:
 def describe(model: Module, layers: list[Any], kind: str, dtype: str) -> str:
     """Describe what was quantized, and the size of the base before and after."""
     width = getattr(torch, dtype).itemsize
-    names = [name for name, module in model.named_modules() if is_base_layer(name, module)]
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
-    stored = sum(stored_bytes(weight) for weight in frozen.values())
+    total = sum(is_base_layer(name, module) for name, module in model.named_modules())
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    stored = sum(map(stored_bytes, frozen))
     stored += sum(layer.scale.nbytes for layer in layers if isinstance(layer, Int8Linear))
-    whole = width * sum(num_weights(weight) for weight in frozen.values())
-    experts = width * sum(weight.numel() for weight in frozen.values() if weight.dim() > 2)
+    whole = width * sum(map(num_weights, frozen))
+    experts = width * sum(weight.numel() for weight in frozen if weight.dim() > 2)
     text = (
-        f"{len(layers)} of {len(names)} linear layers in {kind.upper()}: the base takes "
+        f"{len(layers)} of {total} linear layers in {kind.upper()}: the base takes "
         f"{size(stored)} in place of {size(whole)}"
     )
     if experts:
-        text += f"; experts ({experts / whole:.0%} of the weights) stay in {dtype}"
-        say(f"warning: [plugins.quantize] {text.rpartition('; ')[2]}: they are not linear layers")
+        unchanged = f"experts ({experts / whole:.0%} of the weights) stay in {dtype}"
+        say(f"warning: [plugins.quantize] {unchanged}: they are not linear layers")
+        text += f"; {unchanged}"
     return text
 
 

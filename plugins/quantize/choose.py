@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.nn import Linear, Module
+from torch.nn import Linear
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -19,7 +19,12 @@ def modules_to_leave_out(recipe: Recipe, skip: list[str]) -> list[str]:
             f"{recipe.model.path} is quantized already; set model.path to the model it was made "
             "from, or remove this plugin"
         )
-    linear = linear_layers(model)
+    # bitsandbytes can quantize these.
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Conv1D) or type(module) is Linear
+    ]
     left_out = dict.fromkeys(get_keys_to_not_convert(model))
     if recipe.provides("reward_model"):
         left_out["score"] = None  # its new head, which a reader would quantize
@@ -30,12 +35,3 @@ def modules_to_leave_out(recipe: Recipe, skip: list[str]) -> list[str]:
             f"{len(linear)}, and {len({*linear} & {*left_out})} are its head or in skip"
         )
     return sorted(left_out)
-
-
-def linear_layers(model: Module) -> list[str]:
-    """Return the names of the layers that bitsandbytes can quantize."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, Conv1D) or type(module) is Linear
-    ]

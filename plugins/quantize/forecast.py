@@ -19,23 +19,23 @@ BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 def prepare_nf4(model: Any, dtype: str) -> list[Any]:
     """Keep the weights as they are in evaluations; return the layers."""
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    forecast_layers([layer for layer in layers if layer.weight.is_meta], dtype)
     for layer in layers:
+        if layer.weight.is_meta:
+            forecast(layer, dtype)
         # Evaluations on a CPU with bfloat16 would pack the weights another way, and round them.
         layer.support_avx512bf16_for_cpu = False
     return layers
 
 
-def forecast_layers(layers: list[Any], dtype: str) -> None:
-    """Give layers without data the size of their quantized weights."""
-    for layer in layers:
-        shape = Size([layer.out_features, layer.in_features])
-        size = math.ceil(shape.numel() * BYTES)
-        weight = torch.empty(size, dtype=torch.uint8, device="meta")
-        layer.weight = Parameter(weight, requires_grad=False)
-        layer.weight.quant_state = SimpleNamespace(shape=shape)
-        layer.restored, layer.compute_dtype = shape, getattr(torch, dtype)
-        layer.__class__ = EmptyLayer
+def forecast(layer: Any, dtype: str) -> None:
+    """Give a layer without data the size of its quantized weight."""
+    shape = Size([layer.out_features, layer.in_features])
+    size = math.ceil(shape.numel() * BYTES)
+    weight = torch.empty(size, dtype=torch.uint8, device="meta")
+    layer.weight = Parameter(weight, requires_grad=False)
+    layer.weight.quant_state = SimpleNamespace(shape=shape)
+    layer.restored, layer.compute_dtype = shape, getattr(torch, dtype)
+    layer.__class__ = EmptyLayer
 
 
 class EmptyLayer(Linear4bit):

@@ -99,12 +99,6 @@ def store(layer: Any, codes: Tensor, scale: Tensor) -> None:
     layer.__class__ = Int8Linear
 
 
-def store_nothing(layer: Any, dtype: torch.dtype) -> None:
-    """Give a layer without data the size of its quantized weight, for `plugsft plan`."""
-    codes = torch.empty_like(layer.weight, dtype=torch.int8)
-    store(layer, codes, torch.empty_like(codes[:, :1], dtype=dtype))
-
-
 @register_quantizer(METHOD)
 class Int8Quantizer(HfQuantizer):
     """Quantizes the weights of linear layers as they are loaded."""

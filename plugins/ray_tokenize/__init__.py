@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from plugsft import Machine, Shard, ShardWriter, Slice, hookimpl, plugin, state
 
@@ -27,7 +27,7 @@ class RayTokenize:
     started, and ended with the data."""
     in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most slices that Ray has at a time. auto: two per CPU of the cluster, also as nodes join."""
-    retries: Annotated[int, Field(ge=0)] = 3
+    retries: NonNegativeInt = 3
     """How often a slice is tried again after its worker or node was lost."""
 
     machine: Machine = state()
@@ -43,11 +43,9 @@ class RayTokenize:
         """Tokenize slices on the cluster; None for small data."""
         if len(slices) < MIN_SLICES:
             return None
-        from .cluster import Cluster, tokenize_on
+        from .cluster import tokenize_on_cluster
 
-        in_flight = None if self.in_flight == "auto" else self.in_flight
-        cluster = Cluster(self.address, self.machine.cores, self.retries, in_flight)
-        shards, self.result = tokenize_on(cluster, slices, work)
+        shards, self.result = tokenize_on_cluster(self, slices, work)
         return shards
 
     @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from plugsft import (
     AnswerLoss,
@@ -44,7 +44,7 @@ class Reward(AnswerLoss):
     last token. The run's `model/` is a sequence-classification model of transformers.
     """
 
-    center: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    center: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Weight of an additional loss, (chosen + rejected)², which keeps the scores around 0."""
 
     seed: int = state(0)

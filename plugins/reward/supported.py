@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from transformers import AutoConfig
@@ -28,10 +27,9 @@ def _ensure_base_model(recipe: Recipe) -> None:
     model = recipe.model
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     options |= {"revision": model.revision} if model.revision else {}
-    config: Any = None
-    with suppress(Exception):  # the core reports a configuration that cannot be read
-        config = AutoConfig.from_pretrained(str(model.path), **options)
-    if config is None:
+    try:
+        config: Any = AutoConfig.from_pretrained(str(model.path), **options)
+    except Exception:  # the core reports a configuration that cannot be read
         return
     if any(name.endswith(ENDING) for name in config.architectures or []):
         raise RecipeError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
 from plugsft import Batch, Ints, Recipe, RecipeError, hookimpl, plugin, state
 
@@ -24,7 +24,7 @@ class RouterLoss:
     that choose an expert, times its mean probability. So it depends on no other example.
     """
 
-    weight: Annotated[float, Field(gt=0)] = 0.001
+    weight: PositiveFloat = 0.001
     """Factor of the router loss, with the scale of transformers' router_aux_loss_coef."""
 
     balance: Any = state()
@@ -77,8 +77,7 @@ class RouterLoss:
     @hookimpl
     def add_metrics(self) -> dict[str, Any]:
         """Return the sums of the router loss, and of the busiest experts' shares of tokens."""
-        sums: dict[str, Any] = self.balance.take_sums()
-        return sums
+        return dict(self.balance.take_sums())
 
     @hookimpl
     def summary(self) -> str | None:

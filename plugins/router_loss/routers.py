@@ -39,7 +39,7 @@ class Router(NamedTuple):
 def find_routers(model: Any) -> list[Router]:
     """Return the routers that transformers declares; refuse a model without any."""
     classes = tuple(router_classes(model))
-    modules = [module for module in model.modules() if classes and isinstance(module, classes)]
+    modules = [module for module in model.modules() if isinstance(module, classes)]
     if not modules:
         raise RecipeError(
             f"plugins.router_loss: transformers knows no routers in a model of type "
@@ -100,9 +100,6 @@ def _unknown(module: Module, reason: str) -> RecipeError:
     )
 
 
-LOSS, BUSIEST = "router_loss", "busiest_expert"
-
-
 def sequence_shares(tokens: Tokens, examples: Ints) -> Tensor:
     """Return what each sequence adds to the denominator of the step's loss."""
     targets = tokens.sequence_targets(examples)
@@ -159,12 +156,14 @@ class Balance:
             )
             shares = batch["_router_shares"].to(logits.device)
             shares = pad(shares, (0, len(sequences) - len(shares)))
-            sums = {LOSS: torch.stack(losses).mean(0), BUSIEST: torch.stack(busiest).mean(0)}
-            sums = {name: (shares * values).sum() for name, values in sums.items()}
+            sums = {
+                "router_loss": (shares * torch.stack(losses).mean(0)).sum(),
+                "busiest_expert": (shares * torch.stack(busiest).mean(0)).sum(),
+            }
         self._outputs.clear()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach()
-        loss: Tensor = sums[LOSS]
+        loss: Tensor = sums["router_loss"]
         return loss
 
     def _balance(self, number: int, sequences: Tensor) -> tuple[Tensor, Tensor]:

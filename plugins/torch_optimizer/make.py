@@ -120,7 +120,7 @@ class MuonAndAdamW(Optimizer):
             for weight in layer.parameters()
             if len(weight.shape) == 2
         }
-        inner: list[Optimizer] = []
+        self.inner: list[Optimizer] = []
         matrices, others = list[dict[str, Any]](), list[dict[str, Any]]()
         for group in decay_groups(model, decay):
             for belongs, groups in ((True, matrices), (False, others)):
@@ -130,12 +130,12 @@ class MuonAndAdamW(Optimizer):
         rate = train.learning_rate
         if matrices:
             # Its updates are as large as AdamW's, so both can have the same learning rate.
-            inner.append(Muon(matrices, lr=rate, **{"adjust_lr_fn": "match_rms_adamw", **options}))
+            options = {"adjust_lr_fn": "match_rms_adamw", **options}
+            self.inner.append(Muon(matrices, lr=rate, **options))
         if others:
             betas = train.beta1, train.beta2
-            inner.append(AdamW(others, lr=rate, betas=betas, eps=train.eps, fused=True))
-        self.inner = inner
-        super().__init__([group for each in inner for group in each.param_groups], {})
+            self.inner.append(AdamW(others, lr=rate, betas=betas, eps=train.eps, fused=True))
+        super().__init__([group for each in self.inner for group in each.param_groups], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights."""

@@ -39,7 +39,7 @@ def start_senders(plugin: Tracker, recipe: Recipe, step: int) -> list[Sender]:
         run_id = run_ids.get(key)
         try:
             run = NewRun(plugin.project, name, folder, configuration, step, run_id)
-            tracker, run_ids[key], view = start(kind, run)
+            tracker, run_ids[key], view = STARTERS[kind](LOGGER_TYPE_TO_CLASS[kind], run)
             senders.append(Sender(kind, tracker))
             if run_id is None:
                 tracker.store_init_configuration(configuration)
@@ -144,17 +144,6 @@ StartedRun = tuple[Any, str, str]
 """The tracker, its id of the run, and the command or address that shows the run."""
 
 
-def start(kind: str, run: NewRun) -> StartedRun:
-    """Start or continue a run in a tracker."""
-    starters = {
-        "tensorboard": _start_tensorboard,
-        "wandb": _start_wandb,
-        "trackio": _start_trackio,
-        "mlflow": _start_mlflow,
-    }
-    return starters[kind](LOGGER_TYPE_TO_CLASS[kind], run)
-
-
 def _start_tensorboard(tracker_class: Any, run: NewRun) -> StartedRun:
     logs = run.folder / "tensorboard"
     # Leaves out the points of later steps: a resumed run logs them again.
@@ -200,6 +189,14 @@ def _start_mlflow(tracker_class: Any, run: NewRun) -> StartedRun:
     run_id = tracker.tracker.info.run_id
     uri = importlib.import_module("mlflow").get_tracking_uri()
     return tracker, run_id, f"mlflow run {run_id} of {uri}"
+
+
+STARTERS = {
+    "tensorboard": _start_tensorboard,
+    "wandb": _start_wandb,
+    "trackio": _start_trackio,
+    "mlflow": _start_mlflow,
+}
 
 
 def finish(kind: str, tracker: Any, status: str) -> None:

@@ -26,7 +26,7 @@ from conftest import (
 )
 from plugin_packages import activate, install
 
-from plugsft import LoadedStep, PluginError, testing
+from plugsft import LoadedStep, testing
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
@@ -147,10 +147,6 @@ def test_a_stale_order_would_be_seen(world, monkeypatch):
     monkeypatch.setattr(Ahead, "_build", first_epoch)
     with pytest.raises(AssertionError):
         assert_identical(world)
-    # A global batch that does not even say that it is another one's.
-    monkeypatch.setattr(Ahead, "_build", lambda self, build, step: right(self, build, step - 1))
-    with pytest.raises(PluginError, match=r"step 7 was asked for, .* are of step 6"):
-        [*world.feed(range(7, 10), async_collate={})]
 
 
 def test_random_numbers_of_the_loop_are_its_own(world):
@@ -174,26 +170,8 @@ def test_batches_are_built_as_many_steps_ahead_as_depth_says(world, depth):
         wait_until(lambda step=step: len(began) == step - 1 + depth)
         time.sleep(0.02)
         assert began == [*range(1, step + depth)]
-        ahead.take(step)
+        ahead.take()
     ahead.close(10)
-
-
-def test_only_the_step_in_flight_may_be_asked_for(world):
-    with closing_ahead(world.build(), range(3, 6)) as ahead:
-        for wrong in (1, 2, 4, 6):
-            with pytest.raises(PluginError, match=f"step {wrong} was asked for, and step 3 is in"):
-                ahead.take(wrong)
-        assert [ahead.take(step).plan.step for step in (3, 4)] == [3, 4]
-        with pytest.raises(PluginError, match="step 4 was asked for, and step 5 is in flight"):
-            ahead.take(4)
-        ahead.take(5)
-        with pytest.raises(PluginError, match="step 6 was asked for, and nothing is in flight"):
-            ahead.take(6)
-
-
-def closing_ahead(build, steps, depth=1):
-    ahead = Ahead(build, steps, depth)
-    return closing(SimpleNamespace(close=lambda: ahead.close(10), take=ahead.take))
 
 
 def failing(world, at, error):
@@ -224,14 +202,6 @@ def test_an_error_surfaces_at_its_step_with_its_own_traceback(world, depth, kind
     assert seen == [1, 2, 3] and raised.value is error
     names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert names[-2:] == ["broken", "collapse"] and "take" in names
-
-
-def test_after_an_error_nothing_is_in_flight(world):
-    with closing_ahead(failing(world, 1, KeyError("gone")), STEPS) as ahead:
-        with pytest.raises(KeyError):
-            ahead.take(1)
-        with pytest.raises(PluginError, match="nothing is in flight"):
-            ahead.take(1)
 
 
 def test_an_error_of_the_loop_is_not_masked(world):

@@ -306,16 +306,6 @@ def test_the_stand_in_has_the_signature_of_the_kernel():
     ]
 
 
-@pytest.mark.parametrize("kernel", STAND_INS)
-def test_torch_2_11_has_the_kernel_and_torch_2_10_has_not(monkeypatch, kernel):
-    monkeypatch.setattr(kernels, "varlen_attn", kernel)
-    assert find_obstacle("torch", conditions()) is None
-    # torch 2.10's kernel takes no window and no scale.
-    monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, is_causal=False: query)
-    obstacle = find_obstacle("torch", conditions())
-    assert obstacle.reason == f"needs torch 2.11, not {torch.__version__}"
-
-
 def forward_of_operator(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal, debug, scale=None,
     window_size_left=None, window_size_right=None, **_,

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.plugins.fp8 import Fp8
-from plugsft.plugins.fp8.convert import convert_layers, float8_layer, settings
+from plugsft.plugins.fp8.convert import convert_layers, float8_layer
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
@@ -62,7 +62,7 @@ def test_a_layer_multiplies_rounded_values(scaling):
     # 21 rows are no multiple of 16.
     x, gradient = torch.randn(21, 48) * torch.rand(21, 1) * 3, torch.randn(21, 32) / 50
     wanted = expected(layer, x, gradient, scaling)
-    converted = float8_layer(layer, settings(scaling, emulate=True))
+    converted = float8_layer(layer, scaling, emulate=True)
     inputs = x.clone().requires_grad_()
     output = converted(inputs)
     output.backward(gradient)
@@ -77,7 +77,7 @@ def test_a_layer_multiplies_rounded_values(scaling):
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_a_layer_multiplies_in_float8_unless_it_is_emulated(scaling):
     """A GPU refuses rows whose count is no multiple of 16, unless they are padded."""
-    layer = float8_layer(Linear(48, 32).eval(), settings(scaling, emulate=False))
+    layer = float8_layer(Linear(48, 32).eval(), scaling, emulate=False)
     assert not layer.config.emulate and layer.config.pad_inner_dim and not layer.training
 
 
@@ -85,7 +85,7 @@ def test_a_layer_multiplies_in_float8_unless_it_is_emulated(scaling):
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_a_compiled_layer_is_one_program_for_all_lengths(scaling):
     torch.manual_seed(0)
-    layer = float8_layer(Linear(48, 32), settings(scaling, emulate=True))
+    layer = float8_layer(Linear(48, 32), scaling, emulate=True)
     programs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=programs, fullgraph=True, dynamic=True)
     for length in (21, 40, 57):
