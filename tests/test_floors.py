@@ -59,12 +59,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_498, "data": 18_241, "lab": 11_313, "ranks": 8_278, "model": 7_768,
-    "start": 2_531, "export": 4_769, "checkpoint": 5_896, "audit": 6_772,
-    "output": 6_715, "tokens": 4_133, "base": 5_378, "modules beside the rooms": 5_163,
-    "api": 3_562, "recipe": 4_439, "registry": 3_328, "batches": 1_741, "testing": 2_362,
+    "commands": 13_325, "data": 18_093, "lab": 11_228, "ranks": 8_169, "model": 7_731,
+    "start": 2_527, "export": 4_722, "checkpoint": 5_829, "audit": 6_568,
+    "output": 6_702, "tokens": 4_090, "base": 5_342, "modules beside the rooms": 5_083,
+    "api": 3_529, "recipe": 4_386, "registry": 3_314, "batches": 1_684, "testing": 2_341,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 115_887, 44_920, 57_970
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 114_663, 44_011, 57_436
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -38,7 +38,7 @@ class FlashAttention:
         from .kernels import conditions_of, find_obstacle
 
         self.conditions = conditions_of(recipe)
-        self.row_length = recipe.micro_batch_size().key
+        self.row_length, _ = recipe.micro_batch_size()
         if self.kernel != "auto":
             self.ensure_no(find_obstacle(self.kernel, self.conditions))
 

@@ -322,7 +322,8 @@ def leaves(described: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def first_undamaged(checkpoints: Sequence[Path], share: tuple[int, int]) -> Path | None:
     """Return the first undamaged checkpoint; each rank compares a share of the files."""
     damaged: list[str] = []
-    for path in from_main(checkpoints):  # one list: each rank has looked for itself
+    paths: Sequence[Path] = from_main(checkpoints)  # one list: each rank has looked for itself
+    for path in paths:
         errors = [error for error in gathered(damage(path, share=share)) if error]
         if not errors:
             for problem in damaged:
