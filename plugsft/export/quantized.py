@@ -1,18 +1,22 @@
 """The quantized base of a run's adapters, and the same base with whole weights."""
 
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Module
+from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ..base.errors import PlugsftError
 from ..base.limits import read_json_object
 from ..base.machine import not_installed
+from ..model.load import grow_embeddings
+from ..output.folder import base_model
 from ..recipe.capabilities import Capability
 
 RECORD = "quantization_config.json"
@@ -57,6 +61,22 @@ def add_adapters(model: Any, folder: Path) -> Any:
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         warnings.filterwarnings("error", "Found missing adapter keys")
         return peft.PeftModel.from_pretrained(model, folder)
+
+
+def grow_for_added_tokens(model: Any, folder: Path, trusted: bool) -> None:
+    """Give a base rows for the tokens that its run added.
+
+    Others need none: some models have fewer rows than their own tokenizers have tokens.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    base, revision = base_model(folder)
+    rows, own = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)), 0
+    with suppress(Exception):  # the base may come without a tokenizer
+        options = {"revision": revision, "trust_remote_code": trusted}
+        own = len(AutoTokenizer.from_pretrained(base, **options))
+    if rows > own:
+        grow_embeddings(model, rows)
 
 
 def keep_stored_weights(model: Any) -> Any:

@@ -172,22 +172,22 @@ def run_process(words: Sequence[str], log: Path) -> tuple[int, float]:
     started = time.perf_counter()
     # In its own process group: Ctrl-C does not make it save a checkpoint that nobody wants.
     with log.open("w") as output:
-        process = subprocess.Popen(
-            words,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=child_environment(),
-        )
         try:
-            code = process.wait()
+            code = subprocess.call(
+                words,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=child_environment(),
+            )
         except BaseException:
-            # A launcher starts its ranks in process groups of their own.
-            root = psutil.Process(process.pid)
-            for member in (*root.children(recursive=True), root):
+            # It may have come while the process began, or from a wait. A launcher starts its ranks
+            # in process groups of their own.
+            members = psutil.Process().children(recursive=True)
+            for member in members:
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
-            process.wait()
+            psutil.wait_procs(members)
             raise
     return code, time.perf_counter() - started
 

@@ -1,6 +1,7 @@
 """model.add_tokens: embeddings grow by means, and lora trains the new rows alone."""
 
 import json
+import shutil
 import tomllib
 
 import pytest
@@ -191,6 +192,19 @@ def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained)
     again, checkpoint = tmp_path / "again", run / "checkpoints/step-000002"
     must_succeed(start, f"output={again}", *words, "--resume-from", checkpoint)
     assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
+
+
+def test_a_base_with_fewer_rows_than_its_tokenizer_has_tokens_merges_as_it_is(start, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(start.parent / "base/model", base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<|one more|>"])
+    tokenizer.save_pretrained(base)
+    words = (f"model.path={base}", "model.add_tokens=[]", "plugins.lora.r=4")
+    must_succeed(start, f"output={run}", *words, 'plugins.lora.modules_to_save=["lm_head"]')
+    must_succeed("export", run, "--merge")
+    merged, made = load(run / "merged")
+    assert merged.config.vocab_size == len(made) - 1 == len(tokenizer) - 1
 
 
 def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):

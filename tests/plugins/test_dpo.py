@@ -675,6 +675,10 @@ def test_the_dropout_of_a_model_is_left_out_and_that_of_adapters_stays(recipe, t
         lines.append([line["loss"] for line in read_metrics(run)])
     assert lines[0][0] == pytest.approx(math.log(2), rel=1e-5)
     assert lines[0][0] == pytest.approx(lines[1][0]) and lines[0][2] != lines[1][2]
+    # Adapters that were trained before begin with a random loss.
+    words = (f"plugins.lora.adapter={run}/model", "plugins.lora.dropout=0.5")
+    train(recipe, tmp_path / "on", *words)
+    assert read_metrics(tmp_path / "on")[0]["loss"] != pytest.approx(math.log(2), rel=1e-4)
 
 
 def test_packed_rows_have_room_for_a_pair(tiny):
