@@ -100,7 +100,7 @@ class Run:
         self.weights = self.loaded.weights
         self.loss_scale = LossScale(accelerator)
         self.packing = recipe.provides("packed_rows")
-        pad = pad_id(self.tokenizer)
+        pad = pad_id(self.tokenizer, self.weights.plain.config)
         self.loader = BatchLoader(self.hooks, accelerator, pad, bool(self.packing))
         self.ranks = Ranks(accelerator, self.hooks)
         self.model = RunModel(self)

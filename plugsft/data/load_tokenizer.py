@@ -127,14 +127,15 @@ def new_ids(model: Model, tokenizer: Any) -> list[int]:
     return [int(number) for number in tokenizer.convert_tokens_to_ids(model.add_tokens)]
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that pads rows.
+def pad_id(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> int:
+    """Choose the token that pads rows: some models have no row for that of their tokenizers.
 
     Any token will do. Masks come from the lengths of examples and not from this token, so that an
     end-of-text token is trained even if it also pads.
     """
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return int(end or 0) if pad is None else int(pad)
+    rows = getattr(config and config.get_text_config(), "vocab_size", None) or END_OF_IDS
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(number) for number in ids if number is not None and number < rows)
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

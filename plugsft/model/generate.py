@@ -58,6 +58,7 @@ class Speaker:
 
     def __post_init__(self) -> None:
         self.stops = stop_ids(self.model, self.tokenizer)
+        self.pad = pad_id(self.tokenizer, self.model.config)
         self.context = max_context(self.model.config)
 
     def ask(self, question: str) -> Turns:
@@ -73,7 +74,7 @@ class Speaker:
             else chat[-1]["content"]
             for chat in ([*self.system, *turns] for turns in chats)
         ]
-        return self.tokenizer(
+        encoded: Any = self.tokenizer(
             texts,
             # A template writes the special tokens.
             add_special_tokens=not templated,
@@ -81,6 +82,8 @@ class Speaker:
             padding_side="left",
             return_tensors="pt",
         )
+        encoded["input_ids"].masked_fill_(encoded["attention_mask"] == 0, self.pad)
+        return encoded
 
     def answer_all(self, prompts: Sequence[str | Turns]) -> list[str]:
         """Answer any number of questions and chats."""
@@ -100,7 +103,7 @@ class Speaker:
         config = GenerationConfig(  # type: ignore[no-untyped-call]  # untyped upstream
             max_new_tokens=min(self.max_tokens, room),
             eos_token_id=self.stops or None,
-            pad_token_id=pad_id(self.tokenizer),
+            pad_token_id=self.pad,
             use_cache=True,
             do_sample=self.temperature > 0,
             temperature=max(self.temperature, COLDEST) if self.temperature else None,

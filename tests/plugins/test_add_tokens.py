@@ -199,12 +199,14 @@ def test_a_base_with_fewer_rows_than_its_tokenizer_has_tokens_merges_as_it_is(st
     shutil.copytree(start.parent / "base/model", base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<|one more|>"])
+    tokenizer.pad_token = "<|one more|>"
     tokenizer.save_pretrained(base)
     words = (f"model.path={base}", "model.add_tokens=[]", "plugins.lora.r=4")
     must_succeed(start, f"output={run}", *words, 'plugins.lora.modules_to_save=["lm_head"]')
     must_succeed("export", run, "--merge")
     merged, made = load(run / "merged")
     assert merged.config.vocab_size == len(made) - 1 == len(tokenizer) - 1
+    must_succeed("chat", run, "--ask", "ramen", "--ask", "Who likes soup?", "--max-tokens", "2")
 
 
 def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):
