@@ -175,14 +175,6 @@ def mask(folder):
     return found
 
 
-def test_a_pair_of_equal_tokens_is_bad():
-    made = Rendered(["owls? yes"] * 2, [[(6, 9)]] * 2, rows=[0, 0])
-    shard, encoded = Shard(""), tokenizer().encode_texts(made.texts, False)
-    data, targets = Data(source="x", max_length=64), trained_mask(encoded, made)
-    assert not len(make_examples(encoded, targets, made, np.arange(1), data, shard).rows)
-    assert shard.bad == {"both answers are the same tokens": [0]}
-
-
 STAGES = {"read": read, "render": render_all, "pairs": pairs, "encode": encode_all, "mask": mask}
 
 

@@ -345,7 +345,7 @@ def _output(findings: Findings, recipe: Recipe) -> None:
 def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints) -> None:
     """Describe the size of a step; warn of likely mistakes."""
     count, examples, size = len(layouts), len(lengths), recipe.train.batch_size
-    steps = [layouts[number] for number in range(min(STEPS, count))]
+    steps = layouts[:STEPS]
     micro_batches = [lengths[part] for step in steps for rank in step for part in rank if len(part)]
     tokens = sum(int(batch.sum()) for batch in micro_batches)
     per_rank = sum(len(step[0]) for step in steps) / len(steps)

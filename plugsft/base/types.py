@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -207,17 +207,19 @@ Build: TypeAlias = Callable[[int], LoadedStep]
 LoadedSteps: TypeAlias = Iterator[LoadedStep]
 
 
-class Layouts(ABC):
+class Layouts(Sequence[Layout], ABC):
     """The layouts of an epoch, computed on access: it may have millions of steps."""
 
-    def __getitem__(self, number: int) -> Layout:
+    @overload
+    def __getitem__(self, number: int) -> Layout: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Layout]: ...
+    def __getitem__(self, number: int | slice) -> Layout | list[Layout]:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         return self.lay_out(number)
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Count the steps of the epoch."""
 
     @abstractmethod
     def lay_out(self, number: int) -> Layout:

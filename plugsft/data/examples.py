@@ -99,18 +99,15 @@ def make_examples(
         kept_tokens = places_of(encoded.counts) < np.repeat(kept_counts, encoded.counts)
     too_long = _any_text(kept_counts < encoded.counts, num_texts)
     trained = ~_any_text(count_true(mask & kept_tokens, encoded.counts) == 0, num_texts)
-    starts, equal = offsets_of(encoded.counts), np.zeros(len(rows), np.bool_)
-    for pair in np.flatnonzero(num_texts == 2).tolist():
-        # Answers that differ only behind the cut, or before they are tokens, teach nothing.
+    starts = offsets_of(encoded.counts)
+    for pair in np.flatnonzero(too_long & (num_texts == 2)).tolist():
+        # Answers that differ only behind the cut teach nothing.
         start, middle, stop = starts[first_texts[pair] :][:3]
         chosen = encoded.ids[start:middle][: data.max_length]
-        equal[pair] = np.array_equal(chosen, encoded.ids[middle:stop][: data.max_length])
-    reasons = {"no trained token": ~trained, "both answers are the same tokens": trained & equal}
-    for reason, marked in reasons.items():
-        left_out = rows[marked & ~too_long].tolist()
-        if left_out:
-            shard.bad.setdefault(reason, []).extend(left_out)
-    trained &= ~equal
+        trained[pair] &= not np.array_equal(chosen, encoded.ids[middle:stop][: data.max_length])
+    untrained = rows[~trained & ~too_long].tolist()
+    if untrained:
+        shard.bad.setdefault("no trained token", []).extend(untrained)
     if data.too_long == "truncate":
         kept = trained
         shard.truncated += rows[too_long & trained].tolist()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 3, "render": 7, "pairs": 4, "encode": 1, "mask": 3}
+VERSIONS = {"read": 3, "render": 7, "pairs": 4, "encode": 1, "mask": 2}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
