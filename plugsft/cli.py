@@ -159,8 +159,9 @@ def _leave(error: PlugsftError) -> None:
             time.sleep(MAIN_FIRST)
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # on every rank, and printed by the main process
+    lead = "" if isinstance(error, Stopped) else "error: "  # somebody wanted it
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
-        print_error(f"error: {line}")
+        print_error(f"{lead}{line}")
     for line in explain_missing(str(error)):
         print_error(line)
     sys.exit(error.exit_code)

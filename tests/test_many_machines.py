@@ -195,7 +195,7 @@ def test_a_launch_ends_with_the_exit_code_of_its_run(endless, tmp_path, machines
     time.sleep(1)
     running.process.terminate()
     code, output = running.wait(60)
-    assert code == 143 and "error: stopped by SIGTERM after step" in output, output
+    assert code == 143 and "stopped by SIGTERM after step" in output, output
     refused, said = machines(*words).wait(60)
     assert refused == 2 and "resume with --resume, start again with --overwrite" in said, said
     assert "Traceback" not in output + said

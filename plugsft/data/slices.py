@@ -238,7 +238,8 @@ def render(
         raise DataError(
             f"{source}: no format has these columns: {columns}. Known are messages; prompt and "
             "completion; instruction and output; conversations; text. Name yours in "
-            '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
+            '[data.columns], for instance messages = "dialogue", or instruction = "question" and '
+            'output = "answer"; or add a plugin that renders them'
         )
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
