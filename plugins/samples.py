@@ -74,7 +74,8 @@ class Samples:
         return f"{len(self.chats)} prompts answered, the last time after step {self.answered}"
 
     def _answer(self, run: Run) -> None:
-        answers = run.model.generate(self.chats, self.max_tokens, self.temperature)
+        asked = [with_system(prompt, run.recipe.data.system) for prompt in self.chats]
+        answers = run.model.generate(asked, self.max_tokens, self.temperature)
         lines = [
             json.dumps({"step": run.step, "prompt": text_of(prompt), "answer": answer}) + "\n"
             for prompt, answer in zip(self.chats, answers, strict=True)
@@ -123,6 +124,14 @@ def is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(
         isinstance(message.get(key), str) for key in ("role", "content")
     )
+
+
+def with_system(prompt: Prompt, system: str) -> Prompt:
+    """Add the system prompt of the data to a chat that has none, as to the rows."""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not system or turns[0]["role"] == "system":
+        return prompt
+    return [{"role": "system", "content": system}, *turns]
 
 
 def text_of(prompt: Prompt) -> str:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
+from plugsft.export.chat import EMPTY
 from plugsft.output.report import render
 from plugsft.output.run_record import RunRecord
 from plugsft.plugins.samples import read_prompts
@@ -88,6 +89,16 @@ def test_samples_are_what_chat_answers_with_the_checkpoint(ran, tmp_path):
     page = (ran / "report.html").read_text()
     assert "<h3>And what is green, if I may ask?</h3>" in page
     assert f"<dt>step {STEPS}</dt><dd>The sky,\nand the sea.</dd>" in page
+
+
+def test_prompts_get_the_system_prompt_of_the_rows(tmp_path):
+    tables = tables_of(tmp_path)
+    tables["data"]["system"] = "Be brief."
+    must_succeed(write_recipe(tmp_path / "recipe.toml", tables), "train.steps=20")
+    words = (tmp_path / "run", "--system", "Be brief.", "--max-tokens", 64, *WORDS)
+    answers = "".join(f"{answer}\n" for answer in answers_at(tmp_path / "run", 20))
+    assert must_succeed("chat", *words).stdout.replace(EMPTY, "") == answers
+    assert chat(tmp_path / "run").replace(EMPTY, "") != answers
 
 
 def test_training_is_the_same_bit_for_bit_and_a_resume_repeats_the_samples(ran, tmp_path):
