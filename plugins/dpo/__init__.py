@@ -116,7 +116,7 @@ class Dpo(AnswerLoss):
         lengths = batch["_targets"].view(-1, 2)
         losses, metrics = compare(self, log_probs, gains, lengths)
         if self.is_first(model):
-            ensure_initial_loss(self, model, losses)
+            ensure_initial_loss(self, losses)
         if weight := options_of(self).nll:
             metrics["nll"] = -log_probs[:, 0] / lengths[:, 0]
             losses = losses + weight * metrics["nll"]

@@ -111,7 +111,7 @@ class Kto(AnswerLoss):
         # First, so that plugins which observe the model see this pass before the others.
         log_probs, gains = self.score(model, batch, token_nll)
         if self.is_first(model):
-            ensure_unchanged(self, model, log_probs, gains)
+            ensure_unchanged(self, log_probs, gains)
         return compare(self, batch, log_probs, gains, model.training)
 
     @hookimpl

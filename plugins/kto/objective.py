@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Module
 
 from plugsft import Batch, Ints, LoadedStep, PluginError
 from plugsft.data_kit import Tokens
@@ -56,12 +55,10 @@ def compare(
     return losses, metrics
 
 
-def ensure_unchanged(plugin: Kto, model: Module, log_probs: Tensor, gains: Tensor) -> None:
+def ensure_unchanged(plugin: Kto, log_probs: Tensor, gains: Tensor) -> None:
     """Check the first log-probabilities: those of the reference, if it is the initial model."""
-    # Dropout is that of adapters; they may not begin at 0.
-    dropout = any(isinstance(part, Dropout) and part.p for part in model.modules())
     tolerance = INITIAL_TOLERANCE[plugin.model.exact]
-    if not (plugin.reference or dropout or gains.norm() <= tolerance * log_probs.norm()):
+    if not (plugin.reference or gains.norm() <= tolerance * log_probs.norm()):
         raise PluginError(
             f"plugins.kto: log-probabilities differ by {gains.abs().max():.3g} from the "
             "reference's, but both are the same model before step 1. Most likely the model is "

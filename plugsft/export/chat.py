@@ -22,10 +22,11 @@ from ..base.errors import TRUST, PlugsftError, explain_load_error
 from ..data.load_tokenizer import pad_id
 from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns
+from ..model.load import grow_embeddings
 from ..output.folder import ADAPTER, base_model
 from .answers import Answers
 from .folder import is_reward_model
-from .quantized import add_adapters, grow_for_added_tokens, keep_stored_weights, quantization
+from .quantized import add_adapters, keep_stored_weights, quantization, rows_with_added_tokens
 from .verified import ensure_same_base
 
 with suppress(ImportError):  # Windows has none
@@ -117,7 +118,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
         model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
         if adapted:
-            grow_for_added_tokens(model, folder, trusted)
+            grow_embeddings(model, rows_with_added_tokens(folder, trusted))
             model = add_adapters(model, folder).get_base_model()
     except Exception as error:  # transformers raises whatever its readers raise
         raise PlugsftError(

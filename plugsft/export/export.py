@@ -30,7 +30,7 @@ from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
 from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
-from ..model.load import make_load
+from ..model.load import grow_embeddings, make_load
 from ..model.tensor_shards import shard_of
 from ..output.folder import ADAPTER, base_model
 from ..ranks.connect import silence_libraries
@@ -42,9 +42,9 @@ from .folder import checkpoint_of, ensure_no_links, find_model, is_reward_model
 from .quantized import (
     add_adapters,
     copy_restored_weights,
-    grow_for_added_tokens,
     keep_stored_weights,
     quantization,
+    rows_with_added_tokens,
 )
 from .verified import ensure_same_base, source_of
 
@@ -179,10 +179,11 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype = str(plain.dtype).removeprefix("torch.")
-        grow_for_added_tokens(plain, folder, trusted)
+        rows = rows_with_added_tokens(folder, trusted)
+        grow_embeddings(plain, rows)
         if quantized:
             model = auto_class(folder).from_pretrained(base, **options | quantized)
-            grow_for_added_tokens(model, folder, trusted)
+            grow_embeddings(model, rows)
             copy_restored_weights(model, plain)
             trained = compute_logits(add_adapters(keep_stored_weights(model), folder))
         model = add_adapters(plain.float(), folder)

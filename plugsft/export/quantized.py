@@ -15,7 +15,6 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from ..base.errors import PlugsftError
 from ..base.limits import read_json_object
 from ..base.machine import not_installed
-from ..model.load import grow_embeddings
 from ..output.folder import base_model
 from ..recipe.capabilities import Capability
 
@@ -63,20 +62,19 @@ def add_adapters(model: Any, folder: Path) -> Any:
         return peft.PeftModel.from_pretrained(model, folder)
 
 
-def grow_for_added_tokens(model: Any, folder: Path, trusted: bool) -> None:
-    """Give a base rows for the tokens that its run added.
+def rows_with_added_tokens(folder: Path, trusted: bool) -> int:
+    """Count the rows that a base needs for the tokens that its run added; 0 if it added none.
 
-    Others need none: some models have fewer rows than their own tokenizers have tokens.
+    Some models have fewer rows than their own tokenizers have tokens.
     """
     if not (folder / "tokenizer_config.json").is_file():
-        return
+        return 0
     base, revision = base_model(folder)
     rows, own = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)), 0
-    with suppress(Exception):  # the base may come without a tokenizer
+    with suppress(OSError, ValueError):  # the base may come without a tokenizer
         options = {"revision": revision, "trust_remote_code": trusted}
         own = len(AutoTokenizer.from_pretrained(base, **options))
-    if rows > own:
-        grow_embeddings(model, rows)
+    return rows if rows > own else 0
 
 
 def keep_stored_weights(model: Any) -> Any:

@@ -119,10 +119,15 @@ class AnswerLoss:
         self.is_untrained = run.step == 0
 
     def is_first(self, model: Module) -> bool:
-        """Tell, once in a run, that the untrained model trains; then losses may be known."""
+        """Tell, once in a run, that the untrained model trains; then losses may be known.
+
+        Not with dropout: it is that of adapters, which may not begin at 0.
+        """
+        from .answers import has_dropout
+
         first = self.is_untrained and model.training
         self.is_untrained = self.is_untrained and not first
-        return first
+        return first and not has_dropout(model)
 
     @hookimpl
     def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:

@@ -106,6 +106,11 @@ def lay_out(sizes: Ints, most: int, padded: bool) -> list[Ints]:
     return micro_batches
 
 
+def has_dropout(model: Module) -> bool:
+    """Tell whether a forward pass is random."""
+    return any(isinstance(part, Dropout) and part.p > 0 for part in model.modules())
+
+
 def remove_dropout(model: Module) -> None:
     """Turn off the model's dropout; that of adapters stays."""
     for name, module in model.named_modules():
