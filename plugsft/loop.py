@@ -60,14 +60,14 @@ def saving_at_failure(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         # Another notice may fail in here. So the ranks agree again, on this failure and on the
-        # first; that decides once more whether they `can_save`.
+        # first; that decides once more whether they `all_can_save`.
         with suppress(Exception):
-            if run.stopping.can_save:
+            if run.stopping.all_can_save:
                 with run.agreed("logging the last step"):
                     run.log.write()
             else:
                 run.log.write_alone()
-        if run.stopping.can_save:
+        if run.stopping.all_can_save:
             try:
                 run.checkpoints.save(run.step)
             except Exception as failed:  # must not hide the reason
@@ -152,7 +152,7 @@ def evaluate(run: Run) -> None:
     def work() -> dict[str, Any]:
         with evaluating(run.module):
             losses = evaluation_losses(run)
-            return {} if run.stopping.signal else evaluation_metrics(run, losses)
+            return {} if run.stopping.agreed_signal else evaluation_metrics(run, losses)
 
     with torch.no_grad():
         metrics = work_with_weights(run, "evaluate", work)
@@ -175,7 +175,7 @@ def evaluation_losses(run: Run) -> list[Tensor]:
                 for micro_batch in batch.micro_batches:
                     with run.agreed("evaluating a micro-batch"):
                         pass  # the ranks stop before the same one
-                    if run.stopping.signal:
+                    if run.stopping.agreed_signal:
                         return losses
                     batch_losses.append(compute_loss(run, micro_batch, denominator=1))
             losses += batch_losses

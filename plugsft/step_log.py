@@ -43,10 +43,10 @@ class StepLog:
         if self._unread is None:
             return
         metrics = self._read(meanwhile)
-        logging = time.perf_counter()
+        begun = time.perf_counter()
         self._run.notify("logged", step=self._run.step, metrics=metrics)
         if meanwhile:
-            meanwhile.started += time.perf_counter() - logging
+            meanwhile.logging = time.perf_counter() - begun
 
     def write_alone(self) -> None:
         """Record the last step on this rank; other ranks may be elsewhere, and so may plugins."""
@@ -74,8 +74,9 @@ class StepLog:
         (batch, numbers, of_host), self._unread = self._unread, None
         sums, run, plan = numbers.read(compare), self._run, batch.plan
         self.refuse_broken(batch, sums)
-        # The time until the loop asked for the next batch, or has read these numbers.
-        seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started
+        # A step ends when the loop asks for the next batch, or has read these numbers.
+        ended = meanwhile.started if meanwhile else time.perf_counter()
+        seconds = ended - batch.started - batch.logging
         computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
         core = {name: sums.pop(name) for name in ("loss", "grad_norm")}
         scale = run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"])

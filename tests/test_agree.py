@@ -161,4 +161,4 @@ def test_a_checkpoint_is_saved_after_a_failure_only_if_every_failed_rank_can_sav
     stopping = Stopping()
     for votes, can_save in (([harmless, Vote("step 3")], True), ([harmless, fatal], False)):
         stopping.learn(votes)
-        assert stopping.can_save is can_save
+        assert stopping.all_can_save is can_save

@@ -175,7 +175,7 @@ def test_a_signal_that_comes_again_as_the_run_ends_is_the_same_one():
         os.kill(os.getpid(), signal.SIGINT)  # would raise KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt), Stopping(str) as stopping:
             os.kill(os.getpid(), signal.SIGINT)
-            stopping._received -= Stopping.REPEATED
+            stopping._caught_at -= Stopping.REPEATED
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         for number, handler in before.items():

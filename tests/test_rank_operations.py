@@ -87,7 +87,7 @@ ENTERS = """
                     with run.agreed("making batches"):
                         pass
                 finally:
-                    run.stopping.error = None
+                    run.stopping.own_error = None
 
             def reduce():
                 run.ranks.reduce(torch.ones(1))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,11 +210,7 @@ LoadedSteps: TypeAlias = Iterator[LoadedStep]
 class Layouts(Sequence[Layout], ABC):
     """The layouts of an epoch, computed on access: it may have millions of steps."""
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | list[Layout]:
+    def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):

@@ -24,7 +24,7 @@ from ..base.machine import available_memory, env_number
 from ..model.tensor_shards import TensorShard, dtype_name
 from .same_run import read_json
 
-OFFSETS = "places"
+PLACES = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
 FILE_BYTES = 2**30
 """Approximate bytes of a file; writing one needs about as much memory."""
@@ -90,10 +90,10 @@ def write_shards(folder: Path, rank: int, shards: Shards, copied: bool = True) -
     stamps = {}
     for number, file in enumerate(files):
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
-        offsets = {name: (shard.start, shard.shape) for name, shard in file.items()}
+        places = {name: (shard.start, shard.shape) for name, shard in file.items()}
         # safetensors refuses views of the same memory.
         values = {name: shard.values.to("cpu", copy=not copied) for name, shard in file.items()}
-        save_file(values, path, {OFFSETS: json.dumps(offsets)})
+        save_file(values, path, {PLACES: json.dumps(places)})
         sync(path)
         stamps[path.name] = stamp(path)
     write_text(stamps_file(folder, rank), json.dumps(stamps))
@@ -131,7 +131,7 @@ class ShardReader:
         writers = {path: int(path.name.split("-")[1]) for path in folder.glob("rank-*.safetensors")}
         nearest = rank * (max(writers.values(), default=0) + 1) // ranks
         self._files = sorted(writers, key=lambda path: (abs(writers[path] - nearest), path))
-        self._header = cache(lambda path: json.loads(opened(path).metadata()[OFFSETS]))
+        self._header = cache(lambda path: json.loads(opened(path).metadata()[PLACES]))
         """File -> start and whole shape of each tensor in it."""
 
     def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:

@@ -21,7 +21,16 @@ from ..ranks.loss_scale import LossScale
 from ..ranks.optimizer_checks import optimizers_in
 from ..ranks.weights import Weights, ZeroWeights
 from .files import ShardReader
-from .tree import PLAIN, RESUME_ALIKE, Decoder, Encoder, Location, Unstorable, where_in_plugin
+from .tree import (
+    PLAIN,
+    RESUME_ALIKE,
+    Decoder,
+    Encoder,
+    Location,
+    Unstorable,
+    is_like_weight,
+    where_in_plugin,
+)
 
 WEIGHTS, OPTIMIZER, PLUGINS = "model", "optimizer", "plugins"
 """Beginnings of the names of tensors."""
@@ -181,7 +190,7 @@ class TrainState:
                 if shared not in first:
                     first[shared] = value
                     state[key] = decode(value, where, place)
-                elif isinstance(value, Mapping) and "like_weight" in value.get("tensor", ()):
+                elif is_like_weight(value):
                     decode.fill(value["tensor"], place, state[key])
                 elif value != first[shared]:
                     raise CheckpointError(

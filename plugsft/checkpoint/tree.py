@@ -185,6 +185,11 @@ class Decoder:
         return tensor
 
 
+def is_like_weight(described: Any) -> bool:
+    """Whether a description is of a tensor like its weight, of which each rank holds a range."""
+    return isinstance(described, Mapping) and "like_weight" in described.get("tensor", ())
+
+
 def home_of(device: torch.device, place: Location | None) -> torch.device:
     """The device of a tensor that is not described as on the host."""
     home: torch.device = device if place is None else place.like.device

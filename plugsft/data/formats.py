@@ -200,7 +200,7 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     turns = prompt + answers if prompt else answers
     if row.get("system") and "system" in READ_COLUMNS[kind]:
         system = read_text(row, "system")
-    elif system and _instructs(turns[0]):
+    elif system and first_role(turns) in ("system", "developer"):
         system = ""
     if system:
         turns = [{"role": "system", "content": system}, *turns]
@@ -208,7 +208,7 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     if prompt:
         chat.num_prompt = len(turns) - len(answers)
     if len(row) > 1:
-        chat.tools = _parsed(row.get("tools") or None) or None
+        chat.tools = _parsed(row.get("tools")) or None
         if not _are_all(dict, chat.tools or []):
             raise BadRow("'tools' is not a list of tools, or its JSON")
         chat.variables = row.get("chat_template_kwargs")
@@ -217,10 +217,11 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     return chat
 
 
-def _instructs(turn: Any) -> bool:
-    """Tell whether a turn is a system prompt."""
-    speaker = isinstance(turn, dict) and turn.get("role", turn.get("from"))
-    return speaker in ("system", "developer")
+def first_role(turns: list[Any]) -> str:
+    """The role of the first turn, under either of its names; "" if there is no turn."""
+    first = turns[0] if turns else None
+    speaker = str(first.get("role") or first.get("from")) if isinstance(first, dict) else ""
+    return SPEAKERS.get(speaker, speaker)
 
 
 def read_weight(row: Row) -> float:

@@ -8,7 +8,7 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, require
+from .formats import BadRow, first_role, require
 from .render import READERS, lead_row, read_rows, render_format
 from .turns import common_prefix
 
@@ -73,7 +73,7 @@ def split_pair(row: Row) -> list[Row]:
         if isinstance(prompt, list):
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
     elif types == {list}:
-        if isinstance(prompt, str) and all(map(_begins_with_answer, answers)):
+        if isinstance(prompt, str) and {*map(first_role, answers)} == {"assistant"}:
             prompt = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, str) and dumps(prompt.strip())[1:-1] not in dumps(answers[0]):
             raise BadRow("the text of 'prompt' is in no turn of 'chosen'")
@@ -96,12 +96,3 @@ def split_pair(row: Row) -> list[Row]:
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
     shared = {name: row[name] for name in SHARED if row.get(name) is not None}
     return [{"prompt": prompt, "completion": answer, **shared} for answer in answers]
-
-
-def _begins_with_answer(turns: list[Any]) -> bool:
-    """Whether a conversation begins with the assistant."""
-    first = turns[0] if turns else None
-    return isinstance(first, dict) and (first.get("role") or first.get("from")) in (
-        "assistant",
-        "gpt",
-    )

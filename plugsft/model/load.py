@@ -30,9 +30,8 @@ from .weight_files import WeightFiles, find_weight_files, meta_copy
 NAME_IN_FILES = "name_in_files"
 """Attribute of a parameter whose weights are not loaded yet."""
 
-# Typed here: transformers' own have no types.
+# Typed here: transformers' own has no types.
 zero3_enabled: Callable[[], bool] = is_deepspeed_zero3_enabled
-model_from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
 
 
 @dataclass
@@ -79,9 +78,8 @@ class ModelLoad:
     def _whole(self) -> PreTrainedModel:
         """Load the model with its weights, by transformers."""
         # A pickle could run code.
-        options = {"use_safetensors": True} | self.kwargs
         made: Any = AutoModelForCausalLM.from_pretrained(
-            self.path, output_loading_info=True, **options
+            self.path, output_loading_info=True, **{"use_safetensors": True} | self.kwargs
         )
         model: PreTrainedModel = made[0]
         if missing := sorted(made[1]["missing_keys"]):
@@ -98,7 +96,8 @@ class ModelLoad:
         config = AutoConfig.from_pretrained(self.path, revision=revision, trust_remote_code=trusted)
         # DeepSpeed shards each tensor as it is created; else tensors get no memory.
         with nullcontext() if zero3_enabled() else init_empty_weights(include_buffers=False):
-            model = model_from_config(config, **options)
+            make: Any = AutoModelForCausalLM.from_config  # untyped upstream
+            model: PreTrainedModel = make(config, **options)
         model.tie_weights()
         files = WeightFiles(meta_copy(model), find_weight_files(self.path, revision))
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):

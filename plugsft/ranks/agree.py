@@ -74,7 +74,7 @@ def agreed(
         yield
     except Exception as raised:
         caught = raised
-    error = stopping.error or caught  # a notice failed before
+    error = stopping.own_error or caught  # a notice failed before
     own = stopping.vote(operation, caught)
     goes_on = own == Vote(operation)  # nothing to say but where it is
     try:
@@ -132,6 +132,7 @@ def are_alike(text: str | None, patience: timedelta = LONGEST) -> bool:
     """
     if _ranks() == 1:
         return text is not None
+    # Of 40 bits, so that the sum over the ranks fits.
     number = xxhash.xxh3_64_intdigest(text.encode()) >> 24 if text is not None else 0
     total = torch.tensor([number])
     reduction = dist.all_reduce(total, dist.ReduceOp.SUM, host_group(), async_op=True)

@@ -49,6 +49,8 @@ class GlobalBatch:
     """Clock time when the loop asked for this batch."""
     waited: float
     """Seconds that the loop waited for it."""
+    logging: float = 0.0
+    """Seconds of this step in which the one before was logged."""
 
     @property
     def step(self) -> int:

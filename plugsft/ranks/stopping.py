@@ -42,16 +42,16 @@ class Stopping:
         self._describe = describe
         self.reason = ""
         """Why all ranks end the run: set once they agreed."""
-        self.signal = ""
+        self.agreed_signal = ""
         """The signal that ends the run: set once all ranks agreed."""
-        self.can_save = False
+        self.all_can_save = False
         """Whether every rank can save a checkpoint after the failure that they agreed on."""
-        self.error: Exception | None = None
+        self.own_error: Exception | None = None
         """The first failure of a notice on this rank."""
-        self._fatal = False
-        self._request = ""
+        self._own_error_is_fatal = False
+        self._own_request = ""
         """Why a plugin on this rank asked to stop."""
-        self._caught, self._received = "", 0.0
+        self._own_signal, self._caught_at = "", 0.0
         """The signal that this rank caught, and when."""
         self._handlers: dict[int, Any] = {}
         """The handlers before this one, restored at the end."""
@@ -59,42 +59,42 @@ class Stopping:
     def request(self, reason: str) -> None:
         """Ask all ranks to end the run after this step, with checkpoint and model."""
         line = " ".join(str(reason).split())
-        self._request = self._request or line or "a plugin stopped the run"
+        self._own_request = self._own_request or line or "a plugin stopped the run"
 
     def fail(self, error: Exception, fatal: bool) -> None:
         """Store the error of a notice until the next agreement, where all ranks end.
 
         If it is fatal, no checkpoint is saved after it.
         """
-        self.error = self.error or error
-        self._fatal = self._fatal or fatal
+        self.own_error = self.own_error or error
+        self._own_error_is_fatal = self._own_error_is_fatal or fatal
 
     def vote(self, operation: str, error: Exception | None) -> Vote:
         """Make this rank's vote on an operation; `error`: how the operation failed."""
-        first = self.error or error
+        first = self.own_error or error
         return Vote(
             operation,
             failure=describe_failure(first) if first else "",
             # A notice that failed leaves the weights as they are.
-            can_save=first is not None and error is None and not self._fatal,
-            signal=self._caught,
-            request=self._request,
+            can_save=first is not None and error is None and not self._own_error_is_fatal,
+            signal=self._own_signal,
+            request=self._own_request,
         )
 
     def learn(self, votes: Sequence[Vote]) -> None:
         """Learn why all ranks end, if one of them wants to; without votes, all go on."""
-        self.signal = next((one.signal for one in votes if one.signal), "")
-        self.reason = self.signal or next((one.request for one in votes if one.request), "")
+        self.agreed_signal = next((one.signal for one in votes if one.signal), "")
+        self.reason = self.agreed_signal or next((one.request for one in votes if one.request), "")
         failed = [one for one in votes if one.failure]
         # Ranks that came to different operations could not save together.
         at_one = len({one.operation for one in votes}) == 1
-        self.can_save = at_one and bool(failed) and all(one.can_save for one in failed)
+        self.all_can_save = at_one and bool(failed) and all(one.can_save for one in failed)
 
     def raise_if_stopped(self, step: int, output: str) -> None:
         """End the run on all ranks, if a signal asked for it."""
-        if self.signal:
+        if self.agreed_signal:
             # The end of a launcher is no signal of the system.
-            number = getattr(signals, self.signal, signals.SIGTERM)
+            number = getattr(signals, self.agreed_signal, signals.SIGTERM)
             saved = f"after step {step}: saved; resume with --resume ({output})"
             raise Stopped(
                 f"stopped by {self.reason} {saved if step else 'before step 1: nothing to save'}",
@@ -111,15 +111,15 @@ class Stopping:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After a signal, the same one may come again while the run ends.
-        for number, handler in ({} if self._caught else self._handlers).items():
+        for number, handler in ({} if self._own_signal else self._handlers).items():
             signals.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._caught:
+        if not self._own_signal:
             ended = number == LAUNCHER_ENDED
-            self._caught = "the end of its launcher" if ended else signals.Signals(number).name
-            self._received = time.monotonic()
+            self._own_signal = "the end of its launcher" if ended else signals.Signals(number).name
+            self._caught_at = time.monotonic()
             say_at_once(self._describe(False))
-        elif number != LAUNCHER_ENDED and time.monotonic() - self._received > self.REPEATED:
+        elif number != LAUNCHER_ENDED and time.monotonic() - self._caught_at > self.REPEATED:
             say_at_once(lost := self._describe(True))
             raise KeyboardInterrupt(lost)

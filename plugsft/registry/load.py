@@ -38,8 +38,9 @@ def resolve(
     for name, options in tables.items():
         try:
             # From Python, a plugin may be an object.
-            made = hasattr(options, PLUGIN)
-            plugin = options if made else create(name, options, known, str(path))
+            plugin = (
+                options if hasattr(options, PLUGIN) else create(name, options, known, str(path))
+            )
             if plugin is not None:
                 created[name] = plugin
         except RecipeError as error:

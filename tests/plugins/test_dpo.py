@@ -78,10 +78,10 @@ READ = [
     (
         {
             "prompt": "who?",
-            "chosen": [{"from": "gpt", "value": "owls"}],
+            "chosen": [{"from": "model", "value": "owls"}],
             "rejected": [{"from": "gpt", "value": "cats"}],
         },
-        ([ASK], [{"from": "gpt", "value": "owls"}], [{"from": "gpt", "value": "cats"}]),
+        ([ASK], [{"from": "model", "value": "owls"}], [{"from": "gpt", "value": "cats"}]),
     ),
 ]
 
