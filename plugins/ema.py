@@ -8,7 +8,7 @@ from pydantic import Field
 from plugsft import Run, WeightSlice, hookimpl, plugin, state
 
 
-@plugin(affects_results=["decay"])
+@plugin(affects_results=["enabled", "decay"])
 class Ema:
     """Evaluate and save an exponential moving average of the weights: affects results.
 

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import pluggy
 from pydantic import ConfigDict
@@ -122,8 +122,9 @@ def plugin(
     `requires`: plugins that must be active too. `conflicts`: plugins that must not be active ->
     reason. `needs`: package -> the extra of plugsft that installs it. `provides`: capability -> the
     option that tunes it, or None. `affects_results`: options that affect results; a resume with
-    another value of these is refused. `affects_tokens`: options that affect tokens; default: all
-    options of a plugin with `render` or `encode`. Declare state with `state(default)`.
+    another value of these is refused, and with "enabled" among them one without the plugin, or with
+    it only now. `affects_tokens`: options that affect tokens; default: all options of a plugin with
+    `render` or `encode`. Declare state with `state(default)`.
     """
     for argument, names in (("after", after), ("before", before), ("requires", requires)):
         if isinstance(names, str):
@@ -162,7 +163,7 @@ def plugin(
             ) from error
         _ensure_names_exist(contract, plugin_class)
         setattr(plugin_class, PLUGIN, contract)
-        return cast("type[T]", plugin_class)
+        return plugin_class  # type: ignore[no-any-return]
 
     return declare
 
@@ -174,7 +175,7 @@ def _ensure_names_exist(contract: Contract, cls: Any) -> None:
         ensure_complete(contract.provides)
     except PluginError as error:
         raise PluginError(f"{where}provides=...): {error}") from error
-    options = [field.name for field in dataclasses.fields(cls) if field.init]
+    options = ["enabled", *(field.name for field in dataclasses.fields(cls) if field.init)]
     named = {
         "affects_results": contract.affects_results,
         "affects_tokens": contract.affects_tokens or (),

@@ -91,7 +91,7 @@ def test_two_plugins_with_one_capability_are_both_named(tables):
         (
             "affects_results=['scop']",
             "class One: @plugin(affects_results=...) names 'scop', which is no option; did you "
-            "mean 'scope'? options: scope",
+            "mean 'scope'? options: enabled, scope",
         ),
         ("affects_tokens=['zzz']", "@plugin(affects_tokens=...) names 'zzz', which is no option;"),
         ("provides={'packed_rows': 'scop'}", "@plugin(provides=...) names 'scop', which is no opt"),

@@ -13,7 +13,7 @@ from plugsft import Machine, Recipe, hookimpl, plugin, state
 @plugin(
     before=["compile"],
     needs={"torchao": "fp8"},
-    affects_results=["scaling", "keep", "min_size", "emulate"],
+    affects_results=["enabled", "scaling", "keep", "min_size", "emulate"],
 )
 class Fp8:
     """Multiply in float8, in full fine-tuning on recent GPUs: affects results.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plugsft.data_kit import Tokens
 
 
-@plugin(after=["lora"], affects_results=["weight"])
+@plugin(after=["lora"], affects_results=["enabled", "weight"])
 class RouterLoss:
     """Add a loss that trains routers to use all experts evenly: affects results.
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ class TrainState:
         described: list[Values] = []
         for optimizer, initial in zip(self._optimizers, self._initial, strict=True):
             folder = f"{OPTIMIZER}-{len(described)}" if described else OPTIMIZER
-            states = cast("dict[Any, Any]", optimizer.state)
+            states: Any = optimizer.state
             of_weights = {
                 name: {
                     key: encode(value, f"{folder}/{name}/{key}", place)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
-from typing import Any, cast
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -45,7 +45,7 @@ def attention_with_cache(model: PreTrainedModel) -> Iterator[None]:
 class Speaker:
     """A model that answers."""
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     temperature: float
@@ -109,7 +109,7 @@ class Speaker:
             temperature=max(self.temperature, COLDEST) if self.temperature else None,
             **self.sampling,
         )
-        generated = cast(Any, self.model).generate(
+        generated = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=encoded["attention_mask"].to(self.model.device),
             generation_config=config,

@@ -109,12 +109,17 @@ class Active:
         return [name for name in self.plugins if self.implements(name, [hook])]
 
     def options_affecting_results(self) -> dict[str, Any]:
-        """Return the options that affect results and differ from their defaults."""
+        """Return the options that affect results and differ from their defaults.
+
+        A plugin that is off has the defaults, and is not enabled.
+        """
         changed = {}
         for name, plugin in self.plugins.items():
-            options, fields = options_of(plugin), type(plugin).__pydantic_fields__
+            options = options_of(plugin) | {"enabled": True}
+            fields = type(plugin).__pydantic_fields__
             for option in contract_of(plugin).affects_results:
-                default = fields[option].get_default(call_default_factory=True)
+                field = fields.get(option)  # None: "enabled"
+                default = field and field.get_default(call_default_factory=True)
                 if options.get(option) != default:
                     changed[f"plugins.{name}.{option}"] = options[option]
         return changed

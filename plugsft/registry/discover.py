@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import Distribution, entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..base.errors import PluginError
 from ..hooks import PLUGIN, is_core
@@ -92,4 +92,4 @@ def load_class(found: FoundPlugin) -> type[Any]:
             f"plugin '{found.name}': {found.target} holds {len(own)} classes marked @plugin, "
             "and needs exactly one"
         )
-    return cast("type[Any]", own[0])
+    return own[0]

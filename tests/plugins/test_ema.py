@@ -114,6 +114,8 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_without_a_stop(averaged, tmp_path
     assert_equal(model_of(run), model_of(averaged))
     assert evaluations(run) == evaluations(averaged)
     # Another decay would not give the same model.
+    off = run_plugsft(recipe, f"output={run}", "--resume", "--without=ema")
+    assert "plugins.ema.enabled was True and is not set" in off.stderr
     refused = run_plugsft(recipe, f"output={run}", "--resume", "plugins.ema.decay=0.5")
     assert refused.returncode == 2
     assert "plugins.ema.decay was 0.3 and is 0.5" in refused.stderr
