@@ -191,7 +191,10 @@ def _ensure_names_exist(contract: Contract, cls: Any) -> None:
 
 
 def state(default: Any = None) -> Any:
-    """Declare an attribute of a plugin that is not an option; each run gets its own copy."""
+    """Declare an attribute of a plugin that is not an option; each run gets its own copy.
+
+    Checkpoints do not keep it: `state_dict` says what they keep.
+    """
     return dataclasses.field(
         init=False, default_factory=lambda: copy.deepcopy(default), repr=False, compare=False
     )

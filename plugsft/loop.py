@@ -129,7 +129,8 @@ def update_weights(run: Run, batch: GlobalBatch, numbers: Numbers) -> None:
     broken = numbers.are_broken()
     with explain_optimizer(run.accelerator, type(optimizer).__name__):
         if run.log.reads_later:
-            optimizer.found_inf = broken  # with it, torch's fused optimizers skip a step
+            # With it, torch's fused optimizers skip a step; the log refuses it as it reads it.
+            optimizer.found_inf = broken
             optimizer.step()
             del optimizer.found_inf  # a step without it is never skipped
         else:

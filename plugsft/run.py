@@ -224,7 +224,7 @@ class Run:
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the global batches of the remaining steps, until a stop."""
-        steps = range(self.checkpoints.begun + 1, self.plan.steps + 1)
+        steps = range(self.step + 1, self.plan.steps + 1)
         batches = self.loader.load(self.plan.plan_step, self.tokens, steps, self.agreed)
         with closing(batches):
             for batch in batches:

@@ -119,7 +119,7 @@ def plan_steps(
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
         schedule = Schedule(factor, optimizer, plan.steps)
-        schedule.change_peaks(recipe.train)
+        schedule.scale_factors(recipe.train)
         compared = plan.compared() | schedule.compared()
     ensure_alike(compared, SAME_INPUTS)
     return plan, schedule

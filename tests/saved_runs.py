@@ -159,7 +159,7 @@ class Run:
                 "shards": part({k: v.values for k, v in shards.items()}),
             }
         plain = whole if full else part
-        names = {id(one): name for name, one in self.held.parameters(trained=False).items()}
+        names = {id(one): name for name, one in self.held.parameters(trained_only=False).items()}
         state = {
             names.get(id(key), key): plain(value) for key, value in self.optimizer.state.items()
         }
@@ -167,7 +167,9 @@ class Run:
             {key: plain(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        weights = {name: plain(one) for name, one in self.held.parameters(trained=False).items()}
+        weights = {
+            name: plain(one) for name, one in self.held.parameters(trained_only=False).items()
+        }
         inner = [
             {names[id(key)]: plain(value) for key, value in optimizer.state.items()}
             for optimizer in getattr(self.optimizer, "inner", [])

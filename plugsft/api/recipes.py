@@ -125,7 +125,7 @@ def _code_digest(cls: type[Any]) -> str:
 def _text(function: FunctionType) -> str:
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):
+    except Exception:  # whatever inspect meets where the file has changed, or is none
         return marshal.dumps(function.__code__).hex()
 
 

@@ -62,7 +62,7 @@ class Plan:
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()  # steps may be planned in several threads
         first = self._epoch(0)
-        self.per_epoch, self.examples, self._first_order = len(first), first.examples, first.order
+        self.per_epoch, self.examples = len(first), first.num_examples
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         train = recipe.train
@@ -115,7 +115,11 @@ class Plan:
             name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).data)
             for name, values in self.tokens.columns.items()
         }
-        step_one = {"layout": layout, "targets": first.denominator, "order": self._first_order}
+        step_one = {
+            "layout": layout,
+            "targets": first.denominator,
+            "order": self._epoch(0).order_checksum,
+        }
         return {
             "the number of steps": f"{self.steps:,}",
             "the order of examples": digest(step_one)[:8],
@@ -169,9 +173,9 @@ class Epoch:
     """The steps of an epoch, which together lay out each example of its order once."""
 
     def __init__(self, layouts: Layouts, order: Ints, count: int, ranks: int, planner: str) -> None:
-        self.examples = len(order)
-        self.order = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(order).data)
-        """A checksum of its order, to compare ranks."""
+        self.num_examples = len(order)
+        self.order_checksum = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(order).data)
+        """To compare ranks."""
         self._layouts, self._count, self._ranks, self._planner = layouts, count, ranks, planner
         self._left = np.bincount(order, minlength=count).astype(np.int32)
         """How often each example is still to come."""

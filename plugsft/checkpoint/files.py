@@ -53,8 +53,10 @@ def host_has_room(copies: Copies, owned: Shards) -> bool:
     values = [shard.values for name, shard in owned.items() if not fits(copies, name, shard)]
     # torch rounds pinned memory up to a power of two.
     size = sum(1 << (tensor.nbytes - 1).bit_length() for tensor in values)
+    # Of whole tensors, rank 0 alone has copies.
     whole = all(shard.whole for shard in owned.values())
     ranks = 1 if whole else env_number("LOCAL_WORLD_SIZE", 1, 1)
+    # Writing a file takes memory for it, too.
     return size + min(size, FILE_BYTES) <= ROOM * available_memory() / ranks
 
 

@@ -62,7 +62,7 @@ def save_model(run: Run) -> None:
     is_adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
     shards: dict[str, TensorShard] = {}
-    for name, parameter in held.parameters(trained=is_adapter).items():
+    for name, parameter in held.parameters(trained_only=is_adapter).items():
         whole = held.whole(parameter)
         if run.is_main:
             shards[name] = held.shard(parameter)

@@ -58,7 +58,7 @@ class TrainState:
         `WeightSlice`.
         """
         weights = self.weights
-        encode = Encoder(weights.device, weights.parameters(trained=False))
+        encode = Encoder(weights.device, weights.parameters(trained_only=False))
         named = weights.parameters()
         for name, parameter in named.items():
             encode.shards[f"{WEIGHTS}/{name}"] = weights.shard(parameter)
@@ -104,7 +104,7 @@ class TrainState:
             )
         then, now = described["sharding"], weights.sharding()
         divided_alike = then == now or then["kind"] == now["kind"] == "whole"
-        parameters = weights.parameters(trained=False)
+        parameters = weights.parameters(trained_only=False)
         decode = Decoder(reader, weights.device, parameters, divided_alike)
         named = weights.parameters()
         ensure_same_parameters(reader, named, described["weights"])

@@ -46,7 +46,7 @@ class DataDefaults:
     def cache(
         self, key: dict[str, Any], build: Callable[..., bool], read: Callable[..., Any]
     ) -> Any:
-        """Store tokens in the run's output folder."""
+        """Store tokens in the run's output folder; build an entry again that does not open."""
         folder = self.output / "tokens" / digest(key)
 
         def opens(made: Path) -> bool:

@@ -73,8 +73,7 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
             ) from error
     if model.add_tokens:
         add_tokens(tokenizer, model.add_tokens)
-    loaded: PreTrainedTokenizerBase = tokenizer
-    return loaded
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:

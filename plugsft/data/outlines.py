@@ -123,13 +123,20 @@ class Outlines:
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
             self.searched.discard(text)
-            one = _outlined(text)
-            end = one.strip()
-            form = f"{end} a{one}{{}}{one}a {end}".strip()
-            forms = dict.fromkeys(("system", "user", "assistant"), form)
-            if TAG_SIGNS.search(text) or not self._is_filled(chat, forms, forms):
+            if TAG_SIGNS.search(text) or not self._changes_only_itself(chat, text):
                 self.harmful = re.compile(f"{self.harmful.pattern}|{re.escape(text)}")
         return None if self.harmful.search(everything) else self.known[shape]
+
+    def _changes_only_itself(self, chat: Conversation, text: str) -> bool:
+        """Tell whether a text among the words of a short chat changes nothing else.
+
+        It stands at both edges, alone and beside a word: "end a end {} end a end", for " end ".
+        """
+        one = _outlined(text)
+        edge = one.strip()
+        form = f"{edge} a{one}{{}}{one}a {edge}".strip()
+        forms = dict.fromkeys(("system", "user", "assistant"), form)
+        return self._is_filled(chat, forms, forms)
 
     def _make(self, chat: Conversation) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
@@ -145,14 +152,14 @@ class Outlines:
         outline = Outline(whole, ChatExamples(examples, found.warnings))
         return outline if outline.fill(places) == found else None
 
-    def _is_filled(self, chat: Conversation, forms: Forms, words: Forms) -> bool:
-        """Tell whether a short chat of contents in forms is its outline with words in others."""
+    def _is_filled(self, chat: Conversation, given: Forms, expected: Forms) -> bool:
+        """Tell whether a short chat with given contents is its outline with the expected words."""
         roles = ["system"] * (chat.messages[0]["role"] == "system") + ["user", "assistant"] * 2
-        if forms.keys().isdisjoint(roles):
+        if given.keys().isdisjoint(roles):
             return False
-        contents, expected = (
-            [around.get(role, "{}").format(f"a{n}") for n, role in enumerate(roles)]
-            for around in (forms, words)
+        contents, words = (
+            [forms.get(role, "{}").format(f"a{n}") for n, role in enumerate(roles)]
+            for forms in (given, expected)
         )
         turns = zip(roles, contents, strict=True)
         short = Conversation([{"role": role, "content": content} for role, content in turns])
@@ -160,7 +167,7 @@ class Outlines:
             outline, found = self._make(short), self.examples_by_turn(short)
         except BadRow:
             return False
-        return outline is not None and outline.fill(expected) == found
+        return outline is not None and outline.fill(words) == found
 
 
 def _outlined(text: str) -> str:

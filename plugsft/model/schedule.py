@@ -42,7 +42,7 @@ class Schedule:
             )[:8]
         }
 
-    def change_peaks(self, train: Train) -> None:
+    def scale_factors(self, train: Train) -> None:
         """Scale the learning rates after the steps at which the recipe changes their peak."""
         steps, changes = len(self._factors), sorted(map(int, train.learning_rate_after))
         if changes and (changes[-1] >= steps or not train.learning_rate):

@@ -75,7 +75,7 @@ def agreed(
     except Exception as raised:
         caught = raised
     error = stopping.own_error or caught  # a notice failed before
-    own = stopping.vote(operation, caught)
+    own = stopping.vote(operation, error, in_notice=caught is None)
     goes_on = own == Vote(operation)  # nothing to say but where it is
     try:
         fine = are_alike(operation if goes_on else None, patience)

@@ -104,7 +104,7 @@ class BatchLoader:
                         return
                     layout = loaded.plan.layout[self._rank]
                     for batch, examples in zip(loaded.batches, layout, strict=True):
-                        if self._packed:
+                        if self._packed:  # again: a plugin may have made others
                             ensure_documents(batch, tokens, examples, loader)
                 waited = time.perf_counter() - started
                 yield GlobalBatch(loaded.plan, loaded.batches, tokens, self._rank, started, waited)

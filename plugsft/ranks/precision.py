@@ -125,7 +125,7 @@ def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
 
 def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[str, str]:
     """Read the number types from the loaded model: the record says what is, not what was asked."""
-    parameters = held.parameters(trained=False).values()
+    parameters = held.parameters(trained_only=False).values()
     # Under ZeRO-3, the trained numbers are float32 beside the parameters that compute.
     weights = _names(held.local(each) for each in parameters if each.requires_grad)
     frozen = _names(each for each in parameters if not each.requires_grad)

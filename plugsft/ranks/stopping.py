@@ -69,20 +69,22 @@ class Stopping:
         self.own_error = self.own_error or error
         self._own_error_is_fatal = self._own_error_is_fatal or fatal
 
-    def vote(self, operation: str, error: Exception | None) -> Vote:
-        """Make this rank's vote on an operation; `error`: how the operation failed."""
-        first = self.own_error or error
+    def vote(self, operation: str, error: Exception | None, in_notice: bool) -> Vote:
+        """Make this rank's vote on an operation; `error`: how it failed, or a notice before it."""
         return Vote(
             operation,
-            failure=describe_failure(first) if first else "",
+            failure=describe_failure(error) if error else "",
             # A notice that failed leaves the weights as they are.
-            can_save=first is not None and error is None and not self._own_error_is_fatal,
+            can_save=error is not None and in_notice and not self._own_error_is_fatal,
             signal=self._own_signal,
             request=self._own_request,
         )
 
     def learn(self, votes: Sequence[Vote]) -> None:
-        """Learn why all ranks end, if one of them wants to; without votes, all go on."""
+        """Learn why all ranks end, if one of them wants to; without votes, all go on.
+
+        A rank's own signal or request is in its vote at each agreement, until the run ends.
+        """
         self.agreed_signal = next((one.signal for one in votes if one.signal), "")
         self.reason = self.agreed_signal or next((one.request for one in votes if one.request), "")
         failed = [one for one in votes if one.failure]

@@ -28,7 +28,7 @@ class Weights:
         self.device = accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
 
-    def parameters(self, trained: bool = True) -> dict[str, Any]:
+    def parameters(self, trained_only: bool = True) -> dict[str, Any]:
         """Return the trained parameters, or all, by their names in the plain model."""
         # Under FSDP2, the last modules of an evaluation are still gathered.
         for module in self._wrapped.modules():
@@ -36,7 +36,9 @@ class Weights:
                 module.reshard()
         named = self.plain.named_parameters()
         return {
-            name: parameter for name, parameter in named if parameter.requires_grad or not trained
+            name: parameter
+            for name, parameter in named
+            if parameter.requires_grad or not trained_only
         }
 
     def sharding(self) -> dict[str, Any]:

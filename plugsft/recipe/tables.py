@@ -209,7 +209,7 @@ class Model(Table):
         return None if self.chat_template in TEMPLATES else self.chat_template
 
     @model_validator(mode="after")
-    def _one_model(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.path is None and self.scratch is None:
             raise ValueError(
                 'set path to a hub name or a folder, for instance path = "Qwen/Qwen3-0.6B"; or add '
@@ -217,6 +217,10 @@ class Model(Table):
             )
         if self.path is not None and self.scratch is not None:
             raise ValueError("path and [model.scratch] are both set; remove one")
+        if self.weights == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(
+                'weights = "bfloat16" needs dtype = "bfloat16"; set it, or remove weights'
+            )
         return self
 
     @field_validator("add_tokens")
@@ -225,14 +229,6 @@ class Model(Table):
         if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
             raise ValueError(f"{short(twice[0])} is named twice; remove one")
         return tokens
-
-    @model_validator(mode="after")
-    def _dtype_matches_weights(self) -> Self:
-        if self.weights == "bfloat16" and self.dtype != "bfloat16":
-            raise ValueError(
-                'weights = "bfloat16" needs dtype = "bfloat16"; set it, or remove weights'
-            )
-        return self
 
 
 class Source(Table):

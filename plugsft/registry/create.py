@@ -99,7 +99,7 @@ def order(plugins: Mapping[str, Any]) -> list[str]:
     contracts = {name: contract_of(plugin) for name, plugin in sorted(plugins.items())}
     for name, contract in contracts.items():
         after = contract.after
-        if EVERY in after:
+        if EVERY in after:  # but those that come after all others too, or after this one
             after = [o for o, c in contracts.items() if not {EVERY, name} & {*c.after}]
         sorter.add(name, *(other for other in after if other in plugins))
         for other in contract.before:
