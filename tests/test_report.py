@@ -46,7 +46,6 @@ RUN: dict[str, Any] = {
     "plugins": [PLUGIN],
     "throughput": {"tokens_per_second": 3500.1},
     "final": {"loss": 0.02, "eval_loss": 2.1},
-    "warnings": ["The learning rate is high."],
 }
 
 
@@ -105,7 +104,6 @@ def test_page_shows_the_run() -> None:
     assert 'length_group 12 % less padding site 1.2 x = 4096, scope = "window"' in page.text
     assert "flash_attn 2.8.3" in page.text
     assert "cores 2 memory, GiB 23.5" in page.text
-    assert "The learning rate is high." in page.text
     assert page.numbers["data"]["lengths"]["counts"] == [3, 100, 194]
     assert page.numbers["per_epoch"] == 30
     assert page.tags.count("h1") == 1
@@ -136,7 +134,6 @@ def test_page_stays_small_whatever_it_holds() -> None:
     metrics = [{"step": 10**6 + n, **row, "loss": 1 / (n + 1)} for n in range(2_000)]
     run = {
         **RUN,
-        "warnings": ["w" * 10_000] * 500,
         "versions": {f"package_{n}": "1.0" for n in range(5_000)},
         "data": {"bad_rows": {f"{n} " + "r" * 10_000: {"count": n} for n in range(500)}},
     }
@@ -149,7 +146,7 @@ def test_everything_from_the_run_is_escaped() -> None:
     plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "summary": EVIL}
     data = {"bad_rows": {EVIL: {"count": 1, "rows": [EVIL]}}, "mask": EVIL, EVIL: EVIL}
     run: dict[str, Any] = dict.fromkeys(("name", "status", "reason", "started", "output"), EVIL)
-    run |= {"plugins": [plugin], "data": data, "warnings": [EVIL], EVIL: {EVIL: {EVIL: [EVIL]}}}
+    run |= {"plugins": [plugin], "data": data, EVIL: {EVIL: {EVIL: [EVIL]}}}
     plain = Page(render({**RUN, "reason": "x"}, training(3)))
     page = Page(render(run, [{"step": 1, "loss": 1, EVIL: 2}]))
     assert set(page.tags) <= set(plain.tags)

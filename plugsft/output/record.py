@@ -61,7 +61,6 @@ class Record:
                 "cores": machine.cores,
                 "memory_gib": round(machine.memory / 2**30, 1),
             },
-            "warnings": [],
         }
 
     def open(self, done: int, evaluates: bool) -> None:

@@ -22,7 +22,6 @@ NOT_SETUP = {
     "name",
     "status",
     "reason",
-    "warnings",
     "plugins",
     "data",
     "eval",
@@ -57,13 +56,12 @@ def render(run: RunRecord, samples: Sequence[dict[str, Any]] = ()) -> str:
         "per_epoch": run.steps.per_epoch,
         **{key: {name: table.get(name) for name in DRAWN} for key, table in tables.items()},
     }
-    notes = {"reason": run.reason, "warnings": run.warnings}
     shares = {name: f"{share:.0%}" for name, share in run.profile.shares.items()}
     return fill_page(
         SKELETON,
         run=run,
         numbers=numbers,
-        notes={name: note for name, note in notes.items() if note},
+        notes={"reason": run.reason} if run.reason else {},
         samples=_samples(samples),
         profile=shares and {**shares, "findings": run.profile.findings},
         plugins=_plugins(run),

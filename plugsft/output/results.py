@@ -48,8 +48,6 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
             yield "mask", data.mask
     for plugin in run.plugins:
         yield "plugin", f"{plugin.name}: {plugin.summary}"
-    for warning in run.warnings:
-        yield "warning", warning
     if (folder / "report.html").is_file():
         yield "report", str(folder / "report.html")
     if (folder / "model").is_dir():

@@ -145,7 +145,6 @@ class RunRecord(RecordedTable):
     started: str = "no date"
     seconds: Annotated[Number, Field(ge=0, lt=1e9)] | None = None
     precision: str = ""
-    warnings: list[str] = []
     versions: dict[str, str] = {}
     steps: Steps = Steps()
     machine: RecordedMachine = RecordedMachine()
