@@ -56,14 +56,13 @@ class Samples:
     @hookimpl
     def logged(self, run: Run) -> None:
         """Answer the prompts every so many steps, once the time of the step is known."""
-        due = self.every and (run.step % self.every == 0 or run.step == run.steps)
-        if due and self.answered != run.step:
+        if self.every and (run.step % self.every == 0 or run.step == run.steps):
             self._answer(run)
 
     @hookimpl
     def evaluated(self, run: Run) -> None:
         """Answer the prompts after an evaluation."""
-        if self.evaluations and self.answered != run.step:
+        if self.evaluations:
             self._answer(run)
 
     @hookimpl
@@ -74,8 +73,14 @@ class Samples:
         return f"{len(self.chats)} prompts answered, the last time after step {self.answered}"
 
     def _answer(self, run: Run) -> None:
-        asked = [with_system(prompt, run.recipe.data.system) for prompt in self.chats]
-        answers = run.model.generate(asked, self.max_tokens, self.temperature)
+        """Answer the prompts, unless that is done after this step."""
+        if self.answered == run.step:
+            return
+        answers = run.model.generate(
+            [with_system(prompt, run.recipe.data.system) for prompt in self.chats],
+            self.max_tokens,
+            self.temperature,
+        )
         lines = [
             json.dumps({"step": run.step, "prompt": text_of(prompt), "answer": answer}) + "\n"
             for prompt, answer in zip(self.chats, answers, strict=True)
@@ -129,9 +134,9 @@ def is_message(message: Any) -> bool:
 def with_system(prompt: Prompt, system: str) -> Prompt:
     """Add the system prompt of the data to a chat that has none, as to the rows."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not system or turns[0]["role"] == "system":
-        return prompt
-    return [{"role": "system", "content": system}, *turns]
+    if system and turns[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *turns]
+    return turns
 
 
 def text_of(prompt: Prompt) -> str:

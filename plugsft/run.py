@@ -320,9 +320,12 @@ def describe(run: Run) -> None:
         + recipe.train.replaced_epochs()
         + (f"; going on after step {done}" if done else "")
     )
-    warnings = long_warmup(recipe.train, plan.steps), small_data(recipe.train, plan.examples)
-    for warning in filter(None, warnings):
-        say(f"warning: {warning}")
+    for warning in (
+        long_warmup(recipe.train, plan.steps),
+        small_data(recipe.train, plan.examples),
+    ):
+        if warning:
+            say(f"warning: {warning}")
     say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
 
 

@@ -80,12 +80,11 @@ class StepLog:
         computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
         core = {name: sums.pop(name) for name in ("loss", "grad_norm")}
         scale = run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"])
-        of_plugins = {name: value / plan.denominator for name, value in sums.items()}
         return {
             **core,
             **scale,
             **of_host,
-            **of_plugins,
+            **{name: value / plan.denominator for name, value in sums.items()},  # of plugins
             "epoch": round(plan.step / run.plan.per_epoch, 4),
             "trained_tokens": plan.targets,
             "tokens": plan.tokens,

@@ -154,22 +154,17 @@ class Run:
         """Return all of its weights and of its optimizer, as plain values; `full`: of all ranks."""
         if isinstance(self.held, ZeroWeights):
             description, shards = self.state.describe({})
-            return {
-                "description": description,
-                "shards": part({k: v.values for k, v in shards.items()}),
-            }
+            values = part({k: v.values for k, v in shards.items()})
+            return {"description": description, "shards": values}
         plain = whole if full else part
-        names = {id(one): name for name, one in self.held.parameters(trained_only=False).items()}
-        state = {
-            names.get(id(key), key): plain(value) for key, value in self.optimizer.state.items()
-        }
+        kept, states = self.held.parameters(trained_only=False), self.optimizer.state
+        names = {id(one): name for name, one in kept.items()}
+        state = {names.get(id(key), key): plain(value) for key, value in states.items()}
         groups = [
             {key: plain(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        weights = {
-            name: plain(one) for name, one in self.held.parameters(trained_only=False).items()
-        }
+        weights = {name: plain(one) for name, one in kept.items()}
         inner = [
             {names[id(key)]: plain(value) for key, value in optimizer.state.items()}
             for optimizer in getattr(self.optimizer, "inner", [])

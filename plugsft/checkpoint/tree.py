@@ -186,7 +186,7 @@ class Decoder:
 
 
 def is_like_weight(described: Any) -> bool:
-    """Whether a description is of a tensor like its weight, of which each rank holds a range."""
+    """Tell whether a described value is a tensor with a number for each one of its weight."""
     return isinstance(described, Mapping) and "like_weight" in described.get("tensor", ())
 
 

@@ -116,9 +116,8 @@ class Active:
         changed = {}
         for name, plugin in self.plugins.items():
             options = options_of(plugin) | {"enabled": True}
-            fields = type(plugin).__pydantic_fields__
             for option in contract_of(plugin).affects_results:
-                field = fields.get(option)  # None: "enabled"
+                field = type(plugin).__pydantic_fields__.get(option)  # None: "enabled"
                 default = field and field.get_default(call_default_factory=True)
                 if options.get(option) != default:
                     changed[f"plugins.{name}.{option}"] = options[option]
