@@ -32,7 +32,7 @@ from .model.answer_loss import AnswerLoss
 from .recipe.capabilities import Capability
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AnswerLoss",

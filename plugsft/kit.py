@@ -5,8 +5,8 @@ from .model import fused_head
 from .model.answers import lay_out
 from .model.defaults import decay_groups
 from .model.for_plugins import decoder_layers, find_modules, meta_model
+from .model.published import meta_copy
 from .model.tensor_shards import num_weights, shard_of, whole_shape
-from .model.weight_files import meta_copy
 
 __all__ = [
     "buffer",

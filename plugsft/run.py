@@ -17,13 +17,14 @@ from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .checkpoint.final_model import save_model
-from .checkpoint.same_run import WEIGHT_FILES
+from .checkpoint.same_run import PUBLISHED, WEIGHT_FILES
 from .checkpoint.save import Checkpoints
 from .checkpoint.state import TrainState
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared
 from .model.defaults import ModelDefaults
+from .model.published import taken_out
 from .model.schedule import long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
@@ -121,6 +122,8 @@ class Run:
             "the data, its options or the tokenizer": self.tokens.facts["index"],
             WEIGHT_FILES: self.loaded.files,
         }
+        if taken_out(self.weights.plain):
+            inputs[PUBLISHED] = self.loaded.load.kept.published
         state = TrainState(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
             recipe, self.active, accelerator, state, self.plan.steps, inputs
@@ -309,6 +312,9 @@ def describe(run: Run) -> None:
         f"model: {model['type']} ({model['source']}), {model['parameters']:,} parameters, "
         f"{strategy}" + (f" of {ranks}" if ranks > 1 else "")
     )
+    if model["kept"]:
+        parts = (f"{name} {count:,} weights" for name, count in model["kept"].items())
+        say(f"kept as they are, and not trained: {', '.join(parts)}")
     say(f"precision: {record.run['precision']}")
     if recipe.loses_small_steps:
         say(f"warning: {LOSSY}")
@@ -340,4 +346,7 @@ def describe_model(run: Run) -> dict[str, Any]:
         "trained_parameters": sum(map(num_weights, trained)),
         "dtype": model.dtype,
         "weights": model.weights,
+        "sees": bool(taken_out(plain)),
+        "kept": run.loaded.load.kept.counts(),
+        "unused": run.loaded.load.kept.unused,
     }

@@ -102,6 +102,8 @@ def load_model(
         with nullcontext() if is_zero3(accelerator) else agreed("loading the model"):
             model = active.hooks.optimize_model(load=load)
             ensure_saveable(model)
+            if accelerator.is_main_process:
+                load.kept.open()
             model.train()
             compared = compared_model(model, load)
         ensure_alike(compared, SAME_INPUTS)

@@ -14,8 +14,9 @@ from plugsft.checkpoint.final_model import (
     name_in_file,
 )
 from plugsft.model.load import persistent_buffers
+from plugsft.model.published import meta_copy
 from plugsft.model.tensor_shards import TensorShard, shard_of
-from plugsft.model.weight_files import WeightFiles, find_weight_files, meta_copy
+from plugsft.model.weight_files import WeightFiles, find_weight_files
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

@@ -394,6 +394,18 @@ def a_model_names_weights_of_other_dtypes():
     assert not llama()._get_dtype_plan(torch.bfloat16)
 
 
+def a_class_leaves_out_names():
+    model = llama()
+    model._keys_to_ignore_on_load_unexpected = {"^mtp"}
+    names = SimpleNamespace(missing_keys=set(), unexpected_keys={"mtp.weight", "strange"})
+    model._adjust_missing_and_unexpected_keys(names)
+    assert names.unexpected_keys == {"strange"}
+
+
+def classes_of_layers_are_named():
+    assert {*llama()._no_split_modules} == {"LlamaDecoderLayer"}
+
+
 def zero3_of_transformers_can_be_switched_off_and_on():
     assert deepspeed._hf_deepspeed_config_weak_ref is None
     deepspeed._hf_deepspeed_config_weak_ref = lambda: SimpleNamespace(is_zero3=lambda: True)
@@ -473,7 +485,7 @@ TRANSFORMERS = {
         a_layer_is_called_by_the_function_that_it_is_given,
     ),
     "_weight_conversions": Use(
-        "plugsft/model/load.py plugsft/model/weight_files.py",
+        "plugsft/model/load.py plugsft/model/published.py",
         "saving reverses the conversions of loading, which is ours under FSDP2",
         saving_undoes_the_conversions_of_a_model,
     ),
@@ -500,9 +512,19 @@ TRANSFORMERS = {
         a_model_names_weights_of_other_dtypes,
     ),
     "_hf_deepspeed_config_weak_ref": Use(
-        "plugsft/model/weight_files.py",
+        "plugsft/model/published.py",
         "a second model, made without ZeRO-3; transformers can only unset it",
         zero3_of_transformers_can_be_switched_off_and_on,
+    ),
+    "_adjust_missing_and_unexpected_keys": Use(
+        "plugsft/model/kept_tensors.py",
+        "which names in files a class leaves out; what it loads does not tell them from no name",
+        a_class_leaves_out_names,
+    ),
+    "_no_split_modules": Use(
+        "plugsft/model/published.py",
+        "accelerate's policy for FSDP2 names classes of layers that were taken out",
+        classes_of_layers_are_named,
     ),
     "_keys_to_ignore_on_save": Use(
         "plugsft/checkpoint/final_model.py",

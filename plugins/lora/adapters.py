@@ -115,6 +115,8 @@ class AdaptedModel(PeftModel):
     """What was adapted, in one line."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
+        # peft shortens long lists of names by the modules of this model, which may lack the eyes.
+        self.targets = in_order(config.target_modules)
         super().__init__(model, config)
         for module in self.modules():
             if isinstance(module, ModulesToSaveWrapper):
@@ -182,7 +184,7 @@ class AdaptedModel(PeftModel):
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
-        config.target_modules = in_order(config.target_modules)
+        config.target_modules = self.targets
         config.target_parameters = in_order(config.target_parameters)
         config.save_pretrained(save_directory)
 

@@ -138,11 +138,17 @@ class TrainedAdapters:
         stored = {name.removesuffix(".weight") for name in self.weights}
         if names != stored:
             extra = sorted(it for it in self.weights if it.removesuffix(".weight") not in names)
-            lost = sorted(names - stored)
+            lost, cure = sorted(names - stored), self.merge_first
+            if extra and getattr(model, "taken_out", None):
+                cure = (
+                    "if they were trained with the model's class for text, plugsft export "
+                    f"{self.place} --to FOLDER writes them under the published names, and "
+                    "model.text_only = true trains that class"
+                )
             raise self._refusal(
                 " does not fit this model: "
                 + (f"{extra[0]} is not one of its adapters" if extra else f"it lacks {lost[0]}")
-                + f"; {self.merge_first}"
+                + f"; {cure}"
             )
         if wrong := [name for name, weight in self.weights.items() if not weight.isfinite().all()]:
             raise self._refusal(

@@ -182,7 +182,12 @@ def last_parts(names: Iterable[str]) -> list[str]:
 
 
 def shorten(names: list[str], model: Module) -> list[str]:
-    """Return the last parts of names, unless they match other modules too."""
+    """Return the last parts of names, unless they match other modules of the model too.
+
+    What was taken out of a model that sees may have such modules.
+    """
+    if getattr(model, "taken_out", None):
+        return sorted(names)
     endings = {*last_parts(names)}
     matches = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
     return sorted(endings) if matches == {*names} else names

@@ -12,6 +12,7 @@ from plugsft import (
     Batch,
     Data,
     Ints,
+    ModelLoad,
     Ranks,
     Recipe,
     Rendered,
@@ -71,11 +72,15 @@ class Reward(AnswerLoss):
         return render_pairs_with_margins(rows, tokenizer, data)
 
     @hookimpl(wrapper=True)
-    def optimize_model(self) -> Generator[None, Any, Any]:
+    def optimize_model(  # type: ignore[override]  # hooks get the arguments that they name
+        self, load: ModelLoad
+    ) -> Generator[None, Any, Any]:
         """Replace the language model's head, and turn off its dropout."""
         from .model import make_reward_model
 
+        load.text_only = True  # a model that scores has no eyes
         model = yield from super().optimize_model()
+        load.kept.tensors.clear()  # nor other heads
         return make_reward_model(model, self.seed)
 
     @hookimpl(wrapper=True)

@@ -15,13 +15,14 @@ from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..hooks import Run
 from ..model.load import persistent_buffers
+from ..model.published import meta_copy
 from ..model.tensor_shards import TensorShard, shard_of
-from ..model.weight_files import WeightFiles, find_weight_files, group_tensors, meta_copy
+from ..model.weight_files import WeightFiles, find_weight_files, group_tensors
 from ..ranks.agree import agreed
 from ..recipe.capabilities import Capability
 
 BASE = "base_model.json"
-"""File in a folder of adapters: the checksum of their base model's files."""
+"""File in a folder of adapters: what they go with."""
 
 
 def ensure_saveable(model: Any) -> None:
@@ -78,9 +79,10 @@ def save_model(run: Run) -> None:
                     # transformers writes the type of the weights in memory.
                     plain.config.dtype = dtype
                     plain.config.save_pretrained(folder)
+                    run.loaded.load.kept.add_to(folder, finish_later(run.output))
                 run.tokenizer.save_pretrained(folder)
                 if is_adapter:
-                    write_base(folder, run.loaded.files)
+                    write_base(folder, run.loaded.files, run.loaded.load.text_only)
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     # Adapters keep their names in files, so no model is needed.
                     files = WeightFiles(None, folder.glob("*.safetensors"))
@@ -90,9 +92,17 @@ def save_model(run: Run) -> None:
                     ensure_written(folder, files, tensors_to_save(plain, shards), dtype)
 
 
-def write_base(folder: Path, files: str) -> None:
-    """Note the checksum of the files that adapters go with."""
-    (folder / BASE).write_text(json.dumps({"files": files}))
+def finish_later(output: Path) -> str:
+    """Say how to get the model of a run that could not read its base's files at its end."""
+    return (
+        "the last checkpoint holds all that was trained. Put the files back; then `plugsft export "
+        f"{output} --to FOLDER` writes the model"
+    )
+
+
+def write_base(folder: Path, files: str, text_only: bool) -> None:
+    """Note what adapters go with: the checksum of their base's files, and its class."""
+    (folder / BASE).write_text(json.dumps({"files": files, "text_only": text_only}))
 
 
 def ensure_written(

@@ -19,6 +19,8 @@ STATE, LOCK = "state.json", ".plugsft.lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
 WEIGHT_FILES = "the weights in the model's files"
 """The input of a run whose checksum says what its model was loaded from."""
+PUBLISHED = "the class of the model"
+"""The input of a run whose model sees: the published class."""
 RATE, CHANGED_RATE = "train.learning_rate", "train.learning_rate_after"
 """The peak learning rate, and its changes, which a resume may get for the steps that are left."""
 # How recipe keys begin that may differ when a run resumes: paths, batch layout and logging. Plugins
@@ -68,6 +70,7 @@ def ensure_same_run(
             f"{path}: was written by another version of plugsft (format {state.get('format')}; "
             f"this one reads {FORMAT}): resume with that version"
         )
+    ensure_published_class(path, state, inputs.get(PUBLISHED))
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
     then = defaults_of(now) | state["recipe"]
@@ -94,6 +97,16 @@ def ensure_same_run(
     if inputs and state["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
     return state
+
+
+def ensure_published_class(path: Path, state: Mapping[str, Any], published: str | None) -> None:
+    """Refuse a checkpoint from before models that see were trained as their published class."""
+    if published and PUBLISHED not in state["inputs"]:
+        raise CheckpointError(
+            f"{path}: was written by plugsft 0.1.0 (commit 1faea179), which did not train "
+            f"{published} as it was published: its checkpoints hold other weights, or other names. "
+            "Resume or export it with that version, or begin a new run in another output folder"
+        )
 
 
 def _is_later(key: str, step: int) -> bool:

@@ -37,6 +37,8 @@ TAGGED = (
     "reward_model",
 )
 """Capabilities whose plugins are tags of the card."""
+PIPELINES = {"CausalLM": "text-generation", "MultimodalLM": "image-text-to-text"}
+"""Kind of a model -> the hub's word for its use."""
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/,;:\"']+/)+([^\s/,;:\"']+)")
 """A path of this machine in a text."""
 SECRET = re.compile(
@@ -67,7 +69,7 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
             base=base,
             on_hub=is_hub_name(base),
             adapters=(model / ADAPTER).is_file(),
-            kind="SequenceClassification" if is_reward_model(model) else "CausalLM",
+            kind=kind_of(run, model),
             recipe=recipe,
             # A text of the recipe cannot end its block.
             fence=max(["``", *re.findall("`+", recipe)], key=len) + "`",
@@ -77,6 +79,13 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
         return None  # another version's record, or a damaged file
     text = SECRET.sub("***", text)
     return f"{text}\n<!-- written by plugsft: {checksum(text)} -->\n"
+
+
+def kind_of(run: RunRecord, model: Path) -> str:
+    """The ending of transformers' class that loads a model, or the base of its adapters."""
+    if is_reward_model(model):
+        return "SequenceClassification"
+    return "MultimodalLM" if run.model.sees else "CausalLM"
 
 
 def run_of(output: Path) -> Path | None:
@@ -116,7 +125,7 @@ def metadata(run: RunRecord, model: Path, base: str) -> ModelCardData:
         base_model_relation=relation,
         license=license_of(base),
         library_name="peft" if adapters else "transformers",
-        pipeline_tag=None if is_reward_model(model) else "text-generation",
+        pipeline_tag=PIPELINES.get(kind_of(run, model)),
         datasets=[name for name in sources if is_hub_name(name)] or None,
         tags=["plugsft", *dict.fromkeys(tag for tag in tags if tag in active)],
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,11 +22,12 @@ from ..data.load_tokenizer import pad_id
 from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns
 from ..model.load import grow_embeddings
+from ..model.published import from_files
 from ..output.folder import ADAPTER, base_model
 from .answers import Answers
 from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization, rows_with_added_tokens
-from .verified import ensure_same_base
+from .verified import ensure_same_base, is_text_only
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -116,7 +116,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         options |= {"revision": revision or "main"} | quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-        model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
+        model, _ = from_files(place, is_text_only(folder), **options)
         if adapted:
             grow_embeddings(model, rows_with_added_tokens(folder, trusted))
             model = add_adapters(model, folder).get_base_model()

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ..base.atomic import MANIFEST, publish, temporary_ending
@@ -23,20 +19,24 @@ from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..checkpoint.files import ShardReader
-from ..checkpoint.final_model import write_base
-from ..checkpoint.same_run import STATE, WEIGHT_FILES, read_json
+from ..checkpoint.final_model import finish_later, write_base
+from ..checkpoint.same_run import STATE, WEIGHT_FILES, ensure_published_class, read_json
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
 from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
+from ..model.kept_tensors import KeptTensors, kept_tensors
 from ..model.load import grow_embeddings, make_load
+from ..model.published import from_files, read_config, taken_out
 from ..model.tensor_shards import shard_of
+from ..model.weight_files import sampled_digest
 from ..output.folder import ADAPTER, base_model
 from ..ranks.connect import silence_libraries
 from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
+from .adapter_names import publish_names
 from .card import add_card, run_of
 from .folder import checkpoint_of, ensure_no_links, find_model, is_reward_model
 from .quantized import (
@@ -46,7 +46,7 @@ from .quantized import (
     quantization,
     rows_with_added_tokens,
 )
-from .verified import ensure_same_base, source_of
+from .verified import ensure_same_base, is_text_only, source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -79,7 +79,7 @@ def export(
         if merge:
             result = merge_into(folder, target, trusted, folder, name, dtype)
         else:
-            result = copy_to(folder, target, name)
+            result = copy_to(folder, target, name, trusted)
     else:
         checkpoint = checkpoint_of(output)
         assert checkpoint is not None, "ensure_exportable found one"
@@ -95,8 +95,12 @@ def export(
     say(result if place else f"{result}: {target}")
 
 
-def copy_to(folder: Path, target: Path, name: str) -> str:
-    """Copy a model and compare every byte; return a description."""
+def copy_to(folder: Path, target: Path, name: str, trusted: bool) -> str:
+    """Copy a model and compare every byte; return a description.
+
+    Adapters get the names of their published base.
+    """
+    base, names = "", ""
     with publish(target) as building:
         ensure_no_links(folder)
         shutil.copytree(
@@ -106,9 +110,13 @@ def copy_to(folder: Path, target: Path, name: str) -> str:
             origin = folder / path.relative_to(building)
             if path.is_file() and file_digest(path) != file_digest(origin):
                 raise CheckpointError(f"{path.name}: the copy differs from the original; try again")
+        if (folder / ADAPTER).is_file():
+            base, revision = base_model(folder)
+            if not is_text_only(folder):
+                names = publish_names(building, base, revision, trusted)
         add_card(building, folder, name)
-    base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
-    return f"model, copied and verified{base}"
+    text = "model, copied and verified" + (f", for {base}" if base else "")
+    return text + (f"; its adapters have the names of {names} now" if names else "")
 
 
 def merge_into(
@@ -132,17 +140,20 @@ def merge_into(
     with model.disable_adapter():
         effect = (compute_logits(model) - adapted).norm()
     model = model.merge_and_unload()
+    kept = KeptTensors()
+    if not (is_reward_model(folder) or is_text_only(folder)):
+        kept = kept_tensors(model, *base_model(folder))
+    kept.open()
     ensure_close(compute_logits(model), adapted, "merging")
     tokenizer = tokenizer_of(folder, trusted)
     end_generation(model, tokenizer)
     with publish(target) as building:
         cast(model, getattr(torch, weights)).save_pretrained(building)
+        kept.add_to(building, "put them back, and run this again")
         tokenizer.save_pretrained(building)
         rounded = compute_logits(cast(model, torch.float32))
         del model
-        written = auto_class(folder).from_pretrained(
-            building, dtype=torch.float32, trust_remote_code=trusted
-        )
+        written = load_model(folder, building, dtype=torch.float32, trust_remote_code=trusted)
         logits = compute_logits(written)
         ensure_close(logits, rounded, "writing")
         add_card(building, origin, name)
@@ -174,15 +185,15 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             "trust_remote_code": trusted,
             "use_safetensors": True,
         }
-        options |= {"num_labels": 1} if is_reward_model(folder) else {}
-        plain = auto_class(folder).from_pretrained(
-            base, **options | {"dtype": quantized.get("dtype", "auto")}
-        )
-        dtype = str(plain.dtype).removeprefix("torch.")
+        # In float32 at once: a model that was loaded in bfloat16 has rounded constants.
+        dtype = quantized.get("dtype", torch.float32)
+        plain = load_model(folder, base, **options | {"dtype": dtype})
+        config = read_config(base, options)
+        stored = config.dtype or config.get_text_config().dtype or dtype
         rows = rows_with_added_tokens(folder, trusted)
         grow_embeddings(plain, rows)
         if quantized:
-            model = auto_class(folder).from_pretrained(base, **options | quantized)
+            model = load_model(folder, base, **options | quantized)
             grow_embeddings(model, rows)
             copy_restored_weights(model, plain)
             trained = compute_logits(add_adapters(keep_stored_weights(model), folder))
@@ -195,12 +206,16 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
     ensure_same_base(folder, base, revision)
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")
-    return model.eval(), dtype, trained
+    computes = quantized.get("dtype", stored)
+    return model.eval(), str(computes).removeprefix("torch."), trained
 
 
-def auto_class(folder: Path) -> Any:
-    """Return the class that loads the model of a folder, or the base of its adapters."""
-    return AutoModelForSequenceClassification if is_reward_model(folder) else AutoModelForCausalLM
+def load_model(folder: Path, place: str | Path, **options: Any) -> Any:
+    """Load a model of the kind that a folder's model, or its adapters, are for."""
+    if is_reward_model(folder):
+        auto: Any = AutoModelForSequenceClassification
+        return auto.from_pretrained(place, num_labels=1, **options)
+    return from_files(str(place), is_text_only(folder), **options)[0]
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
@@ -260,8 +275,18 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     how = make_load(recipe.model, scratch)
     how.new_tokens = new_ids(recipe.model, tokenizer)
     model: Any = hooks.optimize_model(load=how)
+    how.kept.open()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     state = read_json(path / STATE)
+    if taken_out(model):
+        ensure_published_class(path, state, how.kept.published)
+    files = sampled_digest(how.path, how.kwargs.get("revision"))
+    is_whole = not hasattr(model, "peft_config")
+    if is_whole and how.kept.tensors and files != state["inputs"][WEIGHT_FILES]:
+        raise CheckpointError(
+            f"{path}: {how.path} has changed since this run, and its model needs "
+            f"{len(how.kept.tensors):,} tensors of it that were not trained; put the old files back"
+        )
     reader = ShardReader(path)
     ensure_same_parameters(reader, trained, state["weights"])
     with torch.no_grad():
@@ -272,7 +297,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():
-            write_base(building, state["inputs"][WEIGHT_FILES])
+            write_base(building, state["inputs"][WEIGHT_FILES], how.text_only)
+        else:
+            how.kept.add_to(building, finish_later(output))
         add_card(building, path, name)
 
 

@@ -17,6 +17,7 @@ from ..base.limits import read_json_object
 from ..base.machine import not_installed
 from ..output.folder import base_model
 from ..recipe.capabilities import Capability
+from .adapter_names import ensure_found
 
 RECORD = "quantization_config.json"
 """Says how the base of a folder's adapters was quantized; plugins that quantize write it."""
@@ -53,6 +54,7 @@ def add_adapters(model: Any, folder: Path) -> Any:
 
     By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
     """
+    ensure_found(model, folder)
     peft: Any = import_module("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed

@@ -23,6 +23,12 @@ def source_of(output: Path) -> Path:
     return folder
 
 
+def is_text_only(adapters: Path) -> bool:
+    """Tell whether adapters are for the class for text of a base that sees."""
+    file = adapters / BASE
+    return file.is_file() and bool(read_json_object(file).get("text_only"))
+
+
 def ensure_same_base(adapters: Path, base: str, revision: str | None) -> None:
     """Refuse adapters whose base model has other files than when they were trained."""
     file = adapters / BASE

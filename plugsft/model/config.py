@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 # By their own names: what stands in them imports torch, when it is asked for.
 import huggingface_hub
 import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from ..base.errors import (
     PlugsftError,
@@ -45,10 +49,31 @@ def ensure_model_fits(recipe: Recipe) -> None:
         ensure_within_context(recipe, model.scratch.context, ", or raise model.scratch.context")
         return
     config = load_config(model)
+    if model.text_only:
+        ensure_text_class(config)
     ensure_plain_loss(config, str(model.path))
     ensure_safetensors(str(model.path), model.revision)
     ensure_one_rope(config, recipe)
     ensure_within_context(recipe, max_context(config))
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Tell whether a model was published as one that sees or hears, around a language model."""
+    published = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    has_text = "text_config" in config.sub_configs and not config.is_encoder_decoder
+    return has_text and published in (config.architectures or ())
+
+
+def ensure_text_class(config: PretrainedConfig) -> None:
+    """Refuse model.text_only where transformers has no other class for the text of a model."""
+    family, named = config.model_type, config.architectures or ["language model"]
+    if not sees(config):
+        raise RecipeError(f"model.text_only: the model is a {named[0]} already; remove this key")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, named[0]) == named[0]:
+        raise RecipeError(
+            f"model.text_only: transformers has no class for the text of '{family}' alone; remove "
+            "this key"
+        )
 
 
 def ensure_within_context(recipe: Recipe, context: int | None, other_cure: str = "") -> None:

@@ -5,11 +5,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GradientCheckpointingLayer, LlamaConfig
+from transformers import GradientCheckpointingLayer, LlamaConfig
 
 from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Recipe
 from .config import load_config
+from .published import build
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
@@ -31,8 +32,8 @@ def meta_model(recipe: Recipe) -> Any:
             )
         else:
             config = load_config(model)
-        auto_class: Any = AutoModelForCausalLM
-        empty = auto_class.from_config(config, trust_remote_code=model.trust_remote_code)
+        text_only = model.text_only or recipe.provides("reward_model") is not None
+        empty = build(config, text_only, trust_remote_code=model.trust_remote_code)
         empty.tie_weights()
         return empty
     return None

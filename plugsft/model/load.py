@@ -12,8 +12,6 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -21,11 +19,14 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from ..base.console import say
 from ..base.errors import PluginError, RecipeError
 from ..recipe.tables import Model, Scratch
-from .config import ensure_weights_inside, load_error
+from .config import ensure_weights_inside, load_error, sees
+from .kept_tensors import KeptTensors, kept_tensors
+from .published import build, from_files, meta_copy, read_config
 from .tensor_shards import whole_shape
-from .weight_files import WeightFiles, find_weight_files, meta_copy
+from .weight_files import WeightFiles, find_weight_files
 
 NAME_IN_FILES = "name_in_files"
 """Attribute of a parameter whose weights are not loaded yet."""
@@ -40,21 +41,33 @@ class ModelLoad:
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
+    """Keyword arguments of transformers' `from_pretrained`."""
     empty: bool = False
     """Whether weights may be read after sharding, when each rank reads its own shards. A plugin
     that needs the weights sets it to False."""
     new_tokens: Sequence[int] = ()
     """The ids of tokens that the recipe adds; the embeddings get a row for each."""
+    text_only: bool = False
+    """Whether a model that sees is loaded as transformers' class for text."""
     files: WeightFiles = field(default_factory=WeightFiles, init=False)
     """The files of weights that are not loaded yet."""
+    kept: KeptTensors = field(default_factory=KeptTensors, init=False)
+    """What of the model's files is not trained, and goes into the saved model."""
 
     def load_model(self) -> PreTrainedModel:
         """Load the model."""
         ensure_weights_inside(self.path)
         try:
-            skeleton = self._skeleton() if self.empty and not self.new_tokens else None
-            model = skeleton or self._whole()
+            config = read_config(self.path, self.kwargs)
+            skeleton = self._skeleton(config) if self.empty and not self.new_tokens else None
+            model: PreTrainedModel = skeleton or self._whole()
+            if self.text_only and sees(config):
+                say(
+                    f"model: trained and saved as {type(model).__name__}, for text, in place of "
+                    f"the published {config.architectures[0]}"
+                )
+            else:
+                self.kept = kept_tensors(model, self.path, self.kwargs.get("revision"))
         except RecipeError:
             raise
         except Exception as error:  # transformers passes on all errors of its parsers and the hub
@@ -75,29 +88,25 @@ class ModelLoad:
                 )
         return names
 
-    def _whole(self) -> PreTrainedModel:
+    def _whole(self) -> Any:
         """Load the model with its weights, by transformers."""
         # A pickle could run code.
-        made: Any = AutoModelForCausalLM.from_pretrained(
-            self.path, output_loading_info=True, **{"use_safetensors": True} | self.kwargs
-        )
-        model: PreTrainedModel = made[0]
-        if missing := sorted(made[1]["missing_keys"]):
+        options = {"use_safetensors": True} | self.kwargs
+        model, missing_names = from_files(self.path, self.text_only, **options)
+        if missing := sorted(missing_names):
             raise RecipeError(
                 f"model.path: the files of '{self.path}' lack {len(missing):,} of the model's "
                 f"tensors ({missing[0]} first), which would be random; download the model again"
             )
         return model
 
-    def _skeleton(self) -> PreTrainedModel | None:
+    def _skeleton(self, config: Any) -> PreTrainedModel | None:
         """Build the model without weights, if its files hold all of them as they are."""
         options = dict(self.kwargs)
-        revision, trusted = options.pop("revision", None), options.get("trust_remote_code")
-        config = AutoConfig.from_pretrained(self.path, revision=revision, trust_remote_code=trusted)
+        revision = options.pop("revision", None)
         # DeepSpeed shards each tensor as it is created; else tensors get no memory.
         with nullcontext() if zero3_enabled() else init_empty_weights(include_buffers=False):
-            make: Any = AutoModelForCausalLM.from_config  # untyped upstream
-            model: PreTrainedModel = make(config, **options)
+            model: PreTrainedModel = build(config, self.text_only, **options)
         model.tie_weights()
         files = WeightFiles(meta_copy(model), find_weight_files(self.path, revision))
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, files):
@@ -176,7 +185,7 @@ def make_load(
         kwargs["revision"] = model.revision
     if device is not None and device.type == "cuda" and not empty:
         kwargs["device_map"] = {"": device}
-    return ModelLoad(model.path or str(scratch), kwargs, empty)
+    return ModelLoad(model.path or str(scratch), kwargs, empty, text_only=model.text_only)
 
 
 def make_scratch_model(

@@ -8,9 +8,8 @@ can be compared with its files.
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,8 +18,6 @@ import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -31,7 +28,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.integrations import deepspeed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -103,15 +99,10 @@ def group_tensors(
         for name, shape in shapes.items():
             groups[name] = TensorGroup(name, None, {name: [name]}, {name: tuple(shape)})
         return groups, []
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    rules, state = conversions_of(model), model.state_dict()
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
-    for name in sorted(shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+    for name, (target, pattern) in renamed(model, shapes, rules).items():
         if target in state:
             converter = by_pattern[pattern] if pattern is not None else None
             group = groups.setdefault(target, TensorGroup(target, converter))
@@ -123,27 +114,27 @@ def group_tensors(
     return groups, [rule for rule in rules if rule.was_used()]
 
 
-def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
-    """Build the model again without weights and undivided, or one of another class."""
-    if model_class is None:
-        # FSDP2 replaces the class by a subclass.
-        classes = type(model).__mro__
-        model_class = next(one for one in classes if not issubclass(one, FSDPModule))
-    config = copy.deepcopy(model.config)
-    # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
-    nested = [getattr(config, name, None) for name in config.sub_configs]
-    for each in filter(None, [config, *nested]):
-        each.dtype = getattr(torch, each.dtype) if isinstance(each.dtype, str) else each.dtype
-    # Under ZeRO-3, transformers would shard and initialize the models inside a model.
-    zero3_config = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # untyped upstream
-    try:
-        with torch.device("meta"):
-            copied = model_class(config)
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = zero3_config
-    copied._weight_conversions = getattr(model, "_weight_conversions", None)
-    return copied  # type: ignore[no-any-return]
+def conversions_of(model: Any) -> list[Any]:
+    """Return transformers' rules by which tensors in files become those of a model."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return [*get_model_conversion_mapping(model, hf_quantizer=quantizer)]
+
+
+def renamed(
+    model: Any, names: Iterable[str], rules: Sequence[Any] | None = None
+) -> dict[str, tuple[str, str | None]]:
+    """Return the names in a model's files -> those in the model, and the converters' patterns."""
+    rules = conversions_of(model) if rules is None else rules
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    targets = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        targets[name] = target, pattern
+    return targets
 
 
 class WeightFiles:
@@ -228,16 +219,21 @@ def sample_offsets(name: str, size: int) -> set[int]:
     return {0, crc32(name.encode()) % (last + 1), last} if size else set()
 
 
-def find_weight_files(path: str, revision: str | None) -> list[str]:
-    """Find the safetensors files of a pretrained model."""
-    find: Any = partial(
-        cached_file, path, revision=revision, _raise_exceptions_for_missing_entries=False
+def find_file(path: str, name: str, revision: str | None) -> str | None:
+    """Find a file of a pretrained model, if it has that file."""
+    found: str | None = cached_file(
+        path, name, revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return [*filter(None, [find(SAFE_WEIGHTS_NAME)])]
-    files = json.loads(Path(index).read_text())["weight_map"].values()
-    return [str(find(file)) for file in sorted({*files})]
+    return found
+
+
+def find_weight_files(path: str, revision: str | None) -> list[str]:
+    """Find the safetensors files of a pretrained model: as transformers, one file before many."""
+    if file := find_file(path, SAFE_WEIGHTS_NAME, revision):
+        return [file]
+    index = find_file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
+    files = json.loads(Path(index).read_text())["weight_map"].values() if index else ()
+    return [str(find_file(path, file, revision)) for file in sorted({*files})]
 
 
 def sampled_digest(path: str, revision: str | None) -> str:

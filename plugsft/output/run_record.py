@@ -78,6 +78,9 @@ class RecordedModel(RecordedTable):
     dtype: str = ""
     parameters: Count = 0
     trained_parameters: Count = 0
+    sees: bool = False
+    kept: dict[str, Count] = {}
+    unused: list[str] = []
 
 
 class RowCount(RecordedTable):

@@ -200,6 +200,9 @@ class Model(Table):
     """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
     8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5, but for
     [plugins.low_memory_adam]."""
+    text_only: bool = False
+    """For a model that sees: train and save transformers' class for text in place of the published
+    one, without its eyes and under other names."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors whom you trust."""
 

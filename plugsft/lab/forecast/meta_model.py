@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...base.errors import PlugsftError, RecipeError
@@ -34,6 +34,7 @@ from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import ModelLoad, make_load
+from ...model.published import build
 from ...model.tensor_shards import num_weights
 from ...ranks.optimizer_checks import optimizers_in
 from ...ranks.precision import autocast_experts
@@ -191,9 +192,8 @@ class _ConfigLoad(ModelLoad):
         """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         quantization = rest.pop("quantization_config", None)
-        make: Any = AutoModelForCausalLM.from_config
         try:
-            model = make(self.config, **rest)
+            model = build(self.config, self.text_only, **rest)
         except Exception as error:  # of a model's own class, from settings of other types
             raise load_error(self.path, error) from error
         if quantization is not None:
@@ -254,7 +254,9 @@ class MetaModel:
             load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # Plugins accept a model on the meta device: FSDP2 loads it the same way.
         with torch.device("meta"):
-            load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
+            load = _ConfigLoad(
+                load.path, dict(load.kwargs), text_only=load.text_only, config=config
+            )
             self.model: Any = active.hooks.optimize_model(load=load)
         with self._mode:
             _make_fake(self.model)

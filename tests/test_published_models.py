@@ -1,0 +1,256 @@
+"""Models that see, trained on text: what is published stays whole, to the byte."""
+
+import json
+import re
+import shutil
+import warnings
+
+import pytest
+import torch
+from conftest import (
+    chats,
+    must_succeed,
+    only_full,
+    run_launch,
+    run_plugsft,
+    tiny_tables,
+    write_recipe,
+)
+from families import VOCABULARY
+from launching import config, curve
+from peft import PeftModel, get_peft_model_state_dict
+from plugin_packages import activate, install
+from published import MODELS, PROCESSOR, ignored_tensors, publish, random, stored
+from safetensors.torch import load_file
+from saved_runs import checkpoint, forget, read
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+PAIRS = [
+    {"prompt": prompt, "chosen": f"owls {prompt}", "rejected": "a lazy dog"}
+    for prompt in ("the quick", "brown fox", "jumps over", "cafés serve", "ramen", "12", "to", "a")
+]
+LORA = {"lora": {"r": 2, "alpha": 4}}
+METHODS = {
+    "sft": {},
+    "dpo": {"dpo": {}},
+    "lora": LORA,
+    "int8": LORA | {"quantize": {"kind": "int8"}},
+    "nf4": LORA | {"quantize": {"kind": "nf4"}},
+}
+# Each family and each method are seen by default.
+SEEN = {
+    *(("qwen3_5", "sft"), ("gemma4", "sft"), ("mistral3", "dpo"), ("gemma3", "lora")),
+    *(("llama4", "lora"), ("qwen3_5_moe", "nf4"), ("qwen3_vl", "int8")),
+}
+TABLE = [
+    pytest.param(family, method, marks=() if (family, method) in SEEN else only_full)
+    for family in MODELS
+    for method in METHODS
+]
+MOVES = """
+    import os
+
+    @plugin()
+    class Moves:
+        base: str
+        at: int = 1
+        damage: bool = False
+
+        @hookimpl
+        def stepped(self, run):
+            if run.step == self.at and run.ranks.rank == 0:
+                os.rename(self.base, self.base + "-moved")
+                for name in os.listdir(self.base + "-moved") if self.damage else ():
+                    os.truncate(os.path.join(self.base + "-moved", name), 0)
+"""
+
+
+def recipe_of(folder, base, plugins, **model):
+    """Write a recipe that trains two steps on text."""
+    tables = tiny_tables(folder, PAIRS if "dpo" in plugins else chats(8))
+    tables["model"] = {"path": str(base)} | model
+    tables["data"]["max_length"] = 128
+    tables["train"] |= {"batch_size": 4, "micro_batch": 2, "steps": 2}
+    tables |= {"checkpoint": {"every": 1, "keep": 2}, "plugins": plugins}
+    return write_recipe(folder / "recipe.toml", tables)
+
+
+def train(folder, family, plugins):
+    """Publish a model and train it; return its folder, the run's and the recipe."""
+    base = publish(family, folder / "base")
+    recipe = recipe_of(folder, base, plugins)
+    must_succeed(recipe)
+    return base, folder / "run", recipe
+
+
+def load(folder, model_class=AutoModelForImageTextToText):
+    """Load a model with plain transformers, which finds each tensor and has no other."""
+    model, found = model_class.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(found.values()), found
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=torch.arange(3, 40)[None]).logits
+
+
+def ensure_whole(model, base, family):
+    """Compare a trained model with the published one: all but the language model is as before."""
+    before, after = stored(base), stored(model)
+    assert after.keys() == before.keys()
+    ignored = ignored_tensors(family)
+    text = {name for name in before if re.search("language_model|lm_head", name)} - {*ignored}
+    assert 0 < len(text) < len(before)
+    assert [name for name in before if name not in text and after[name] != before[name]] == []
+    assert all(after[name][:2] == ("F32", before[name][1]) for name in text)
+    for name in PROCESSOR:
+        assert (model / name).read_bytes() == (base / name).read_bytes()
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (base, model))
+    assert now["architectures"] == was["architectures"]
+    assert not torch.equal(logits(load(model)), logits(load(base)))
+
+
+def ensure_trained(run, base, folder=None, step=2):
+    """Compare a model's answers with those of the published one that has a checkpoint's weights."""
+    trained = load(base)
+    assert trained.load_state_dict(read(checkpoint(run, step)), strict=False).unexpected_keys == []
+    assert torch.equal(logits(load(folder or run / "model")), logits(trained))
+
+
+def ensure_adapters(run, base, merged, whole):
+    """Load adapters onto the published model with plain peft; compare with the merged model."""
+    names = {name for name, _ in load(base).named_modules()}
+    file = load_file(run / "model/adapter_model.safetensors")
+    adapted = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in file}
+    assert adapted <= names, sorted(adapted - names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+        model = PeftModel.from_pretrained(load(base), run / "model").eval()
+    read_back = get_peft_model_state_dict(model)
+    assert read_back.keys() == file.keys(), min(read_back.keys() ^ file.keys())
+    assert all(torch.equal(read_back[name], file[name]) for name in file)
+    if whole:
+        torch.testing.assert_close(logits(model), logits(load(merged)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_published_folder_is_what_plain_transformers_loads(tmp_path, family):
+    assert type(load(publish(family, tmp_path))).__name__.endswith("ForConditionalGeneration")
+    assert stored(tmp_path).keys() >= ignored_tensors(family).keys()
+
+
+@pytest.mark.parametrize(("family", "method"), TABLE)
+def test_a_model_that_sees_stays_whole(tmp_path, family, method):
+    base, run, _ = train(tmp_path, family, METHODS[method])
+    if "lora" not in METHODS[method]:
+        ensure_whole(run / "model", base, family)
+        return ensure_trained(run, base)
+    must_succeed("export", run, "--merge", "--to", tmp_path / "merged")
+    ensure_whole(tmp_path / "merged", base, family)
+    return ensure_adapters(run, base, tmp_path / "merged", method == "lora")
+
+
+DEFAULT = {("qwen3_5", "fsdp2"), ("gemma3", "zero3")}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=() if (family, kind) in DEFAULT else only_full)
+        for family in MODELS
+        for kind in ("cpu2", "fsdp2", "zero3")
+    ],
+)
+def test_ranks_keep_a_model_whole(tmp_path, family, kind):
+    base = publish(family, tmp_path / "base")
+    recipe = recipe_of(tmp_path, base, {})
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe)
+    assert code == 0, err[-3000:]
+    ensure_whole(tmp_path / "run/model", base, family)
+    if kind != "zero3":  # whose checkpoints hold flat weights
+        ensure_trained(tmp_path / "run", base)
+    must_succeed(recipe, f"output={tmp_path / 'alone'}")
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("gemma3", marks=only_full)])
+def test_a_run_resumed_exported_and_asked_keeps_the_model(tmp_path, monkeypatch, family):
+    """And if the base is moved away meanwhile: what is copied stays open."""
+    activate(install(tmp_path / "site", moves=MOVES), monkeypatch)
+    base, run, _ = train(tmp_path, family, {})
+    must_succeed("chat", run, "--ask", "hello", "--max-tokens", "3")
+    must_succeed("export", checkpoint(run, 1), "--to", tmp_path / "first")
+    ensure_whole(tmp_path / "first", base, family)
+    ensure_trained(run, base, tmp_path / "first", step=1)
+    whole = stored(run / "model")
+    forget(run, after=1)
+    recipe = recipe_of(tmp_path, base, {"moves": {"base": str(base), "at": 2}})
+    must_succeed(recipe, "--resume")
+    assert stored(run / "model") == whole
+    base.with_name("base-moved").rename(base)
+    again = tmp_path / "again"
+    must_succeed(recipe, f"output={again}", "plugins.moves.at=1")
+    assert not base.exists() and stored(again / "model") == whole
+
+
+def test_a_base_that_is_damaged_meanwhile_costs_no_training(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", moves=MOVES), monkeypatch)
+    base = publish("gemma3", tmp_path / "base")
+    kept = shutil.copytree(base, tmp_path / "kept")
+    result = run_plugsft(
+        recipe_of(tmp_path, base, {"moves": {"base": str(base), "damage": True}}),
+    )
+    assert result.returncode != 0 and str(base) in result.stderr, result.stderr
+    run = tmp_path / "run"
+    assert checkpoint(run, 2).is_dir() and not (run / "model").exists()
+    kept.rename(base)
+    must_succeed("export", run, "--to", tmp_path / "finished")
+    ensure_whole(tmp_path / "finished", base, "gemma3")
+    ensure_trained(run, base, tmp_path / "finished")
+
+
+LAYER = "model.language_model.layers.0."
+STRANGE = {
+    "strange": f"{LAYER}mlp.strange.weight",
+    "scales": f"{LAYER}mlp.up_proj.weight_scale",
+    "layers": "model.language_model.layers.1.input_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_tensor_that_would_be_lost_is_refused(tmp_path, case):
+    name = STRANGE[case]
+    base = publish("qwen3_5", tmp_path / "base", {} if case == "layers" else {name: random(4)})
+    if case == "layers":
+        table = json.loads((base / "config.json").read_text())
+        table["text_config"]["num_hidden_layers"] = 1
+        table["text_config"]["layer_types"] = table["text_config"]["layer_types"][:1]
+        (base / "config.json").write_text(json.dumps(table))
+    result = run_plugsft(recipe_of(tmp_path, base, {}))
+    assert result.returncode == 2, result.stderr
+    assert re.search(r"model\.path: .*\b\d+ tensors?\b", result.stderr) and name in result.stderr
+
+
+def test_a_stored_copy_of_a_tied_head_is_the_model_s(tmp_path):
+    base, head = tmp_path / "base", "language_model.lm_head.weight"
+    plain = load_file(publish("gemma3", base) / "model.safetensors")
+    embeddings = plain["language_model.model.embed_tokens.weight"]
+    assert len(embeddings) == VOCABULARY
+    publish("gemma3", base, {head: embeddings.clone()})
+    must_succeed(recipe_of(tmp_path, base, {}))
+    after = stored(tmp_path / "run/model")
+    assert after.get(head) in (None, after["language_model.model.embed_tokens.weight"])
+    ensure_trained(tmp_path / "run", base)
+
+
+def test_the_text_alone_is_saved_if_the_recipe_says_so(tmp_path):
+    base = publish("qwen3_5", tmp_path / "base")
+    must_succeed(recipe_of(tmp_path, base, {}, text_only=True))
+    model = load(tmp_path / "run/model", AutoModelForCausalLM)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert not [name for name in stored(tmp_path / "run/model") if re.search("mtp|visual", name)]
+    assert not (tmp_path / "run/model" / PROCESSOR[0]).exists()
