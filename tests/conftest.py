@@ -29,6 +29,7 @@ from forks import FORK_TRIALS, FORKS, Running, run_fork, start_fork_server
 from plugsft import cli
 from plugsft.lab import trials
 
+pytest_plugins = ["watch"]
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
