@@ -36,7 +36,7 @@ class Node:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
 
-    def wait(self, timeout):
+    def wait(self, timeout=300):
         """Wait for the end; return the exit code and all output."""
         self.process.join(timeout)
         if self.process.is_alive():

@@ -290,7 +290,7 @@ def run_ranks(
     return results[0]
 
 
-def wait_for(condition: Callable[[], Any], nodes: Iterable[Any] = (), seconds: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], nodes: Iterable[Any] = (), seconds: float = 240) -> Any:
     """Wait until a condition is true, while no node ends; return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):

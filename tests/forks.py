@@ -55,6 +55,10 @@ class Running:
     def pid(self) -> int:
         return self.process.pid
 
+    def output(self) -> str:
+        """Return what it has printed so far."""
+        return self._out.read_text() if self._out.exists() else ""
+
     def wait(self, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
         """Wait for its end; return its exit code and output."""
         self.process.join(timeout)

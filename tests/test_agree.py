@@ -61,11 +61,13 @@ def _rank(rank, port, answers):
         ensure_alike({"tokens": "ab"[rank == 2], "seed": str(rank // 2)}, "Cure.")
     except LaunchError as error:
         said["alike"] = str(error)
-    started = time.perf_counter()
+    seconds = []
     for _ in range(100):
+        started = time.perf_counter()
         with agreed("a step"):
             pass
-    said["seconds"] = (time.perf_counter() - started) / 100
+        seconds.append(time.perf_counter() - started)
+    said["seconds"] = min(seconds)  # other work on the machine can only add to it
     answers.put((rank, said))
 
 
@@ -79,9 +81,9 @@ def said():
     ranks = [FORKS.Process(target=_rank, args=(rank, port, answers)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
-    found = dict(answers.get(timeout=60) for _ in ranks)
+    found = dict(answers.get(timeout=300) for _ in ranks)
     for process in ranks:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     return [found[rank] for rank in range(RANKS)]
 
@@ -147,7 +149,7 @@ def test_ranks_with_other_rows_behind_one_path_stop_before_step_1(tmp_path):
     recipe = write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path))
     rows = [write_jsonl(tmp_path / f"rows-{seed}.jsonl", chats(24, seed)) for seed in range(2)]
     words = [(recipe, f"data.source={path}") for path in rows]
-    ended = [rank.wait(120) for rank in start_ranks(2, words=words)]
+    ended = [rank.wait() for rank in start_ranks(2, words=words)]
     assert [one.returncode for one in ended] == [2, 2], [one.stderr for one in ended]
     said = " ".join(ended[0].stderr.split())
     assert "the ranks differ in the training data: rank 0 has 24 examples of" in said

@@ -303,7 +303,7 @@ class Rendering:
     @hookimpl(wrapper=True)
     def render(self, rows):
         Path(self.folder, str(os.getpid())).touch()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 240
         while len(os.listdir(self.folder)) < self.processes and time.monotonic() < end:
             time.sleep(0.1)
         time.sleep(0.1)
@@ -416,5 +416,5 @@ def test_errors_of_ranks_and_the_end_of_their_parent(tables, tmp_path, module):
     ranks = ranks_of(parent.pid)
     parent.kill()
     parent.communicate()
-    assert len(ranks) == 3 and not psutil.wait_procs(ranks, timeout=60)[1]
+    assert len(ranks) == 3 and not psutil.wait_procs(ranks, timeout=240)[1]
     assert plugsft.api.load_run(tmp_path / "run").status == "stopped"

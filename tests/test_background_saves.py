@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import time
 
 import optimizers
@@ -214,7 +213,7 @@ def test_training_stands_still_for_a_copy_of_its_state(tmp_path):
     assert isinstance(answers["both"], tuple), answers["both"]
     size, *measured = answers["both"]
     assert size >= 600e6
-    wait, stall, copy = map(statistics.median, measured)
+    wait, stall, copy = map(min, measured)  # other work can only add to it
     print(f"\n{size / 1e6:.0f} MB: a save that training waits for takes {wait:.2f} s")
     print(f"one in the background stops it for {stall:.3f} s, a copy takes {copy:.3f} s")
     assert stall <= 2.5 * copy

@@ -379,7 +379,7 @@ def test_gc_removes_what_no_living_process_holds(home):
         done = cache("gc")
         assert done.returncode == 0 and alive.name not in done.stdout
         assert f"removed  {dead.name}  4.9 KiB  unfinished" in done.stdout
-        assert time.monotonic() - began < PATIENCE / 2, "a beat tells that the other lives"
+        assert time.monotonic() - began < PATIENCE, "a beat tells that the other lives"
         claim, parts, *others = sorted(path.name for path in home.iterdir())
         assert claim == f".{alive.name}.claim-builder"
         assert parts.startswith(f".{alive.name}.parts-")

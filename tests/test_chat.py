@@ -227,9 +227,9 @@ def test_on_a_terminal_answers_stream_and_ctrl_d_ends(run):
         os.close(child)
 
         def until(text):
-            shown, end = "", time.monotonic() + 60
+            shown, end = "", time.monotonic() + 240
             while text not in shown:
-                assert time.monotonic() < end and select.select([parent], [], [], 60)[0], shown
+                assert time.monotonic() < end and select.select([parent], [], [], 240)[0], shown
                 shown += os.read(parent, 4096).decode()
             return shown
 
@@ -237,7 +237,7 @@ def test_on_a_terminal_answers_stream_and_ctrl_d_ends(run):
         os.write(parent, b"Who?\n")
         assert "Me." in until("\r\n> ")
         os.write(parent, b"\x04")
-        assert process.wait(30) == 0
+        assert process.wait() == 0
     os.close(parent)
 
 
@@ -249,7 +249,7 @@ def test_ctrl_c_ends_a_chat_with_one_line(run):
         os.close(child)
         shown = b""
         while b"\n> " not in shown:
-            assert select.select([parent], [], [], 60)[0], shown
+            assert select.select([parent], [], [], 240)[0], shown
             shown += os.read(parent, 4096)
         time.sleep(1)  # one that comes as the prompt is drawn is heard with a next key
         for _ in range(6):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from conftest import ROOT, run_here, run_plugsft
@@ -43,11 +42,12 @@ def test_help_is_quick_and_names_every_command():
     command = [sys.executable, "-m", "plugsft", "--help"]
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-        times.append(time.perf_counter() - started)
+        # The processor's time, not the clock's: other work may run beside this.
+        times.append(sum(os.times()[2:4]) - sum(before[2:4]))
     assert all(f" {name} " in result.stdout for name in COMMANDS)
-    # Twice what is promised: other tests run beside this one.
+    # Twice what is promised.
     assert min(times) < 1.2
 
 

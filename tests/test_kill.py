@@ -110,7 +110,7 @@ def test_two_ranks_go_on_after_a_kill_of_one_or_both_with_the_same_weights(
         victims = rng.choice([ranks, ranks[:1], ranks[1:]])
         hits += killed(victims, lambda: moment(run), delay)  # noqa: B023  # called here
         for rank in ranks:
-            rank.wait(120)  # the other one ends by itself
+            rank.wait()  # the other one ends by itself
         assert weights(run, go_on(run)) == expected, (kill, moment.__name__, len(victims))
         assert not leftovers(run), kill
     assert hits >= KILLS_OF_RANKS // 2, hits

@@ -75,7 +75,7 @@ def test_without_the_scaling_by_ranks_the_law_above_fails(tiny, tmp_path):
         subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd="/")
         for rank in (0, 1)
     ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    assert [rank.wait() for rank in ranks] == [0, 0]
     assert curve(tmp_path / "2x4") != pytest.approx(reference, rel=1e-2)
 
 
@@ -272,7 +272,7 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_layout(tiny, tmp_path):
 
 def wait_for_lines(path: Path, count: int) -> None:
     """Wait until a run has written so many metrics."""
-    for _ in range(1200):
+    for _ in range(4800):
         if path.is_file() and path.read_text().count("\n") >= count:
             return
         time.sleep(0.05)

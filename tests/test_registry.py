@@ -613,7 +613,7 @@ def test_a_notice_that_fails_ends_every_rank_with_everything_saved(company, tmp_
     tables = company(counts=COUNTS.format(raises=step, rank=rank))
     tables["train"] |= {"steps": 5}
     path = write_recipe(tmp_path / "recipe.toml", tables)
-    ended = [rank.wait(60) for rank in start_ranks(2, path)]
+    ended = [rank.wait() for rank in start_ranks(2, path)]
     failed, other = ended[rank], ended[1 - rank]
     assert "ConnectionError: the tracker is gone" in failed.stderr
     assert failed.stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'logged'"

@@ -125,7 +125,7 @@ def test_ranks_go_on_from_one_checkpoint_or_not_at_all(finished, tmp_path):
     shutil.rmtree(run / "model")
     here, there = run, tmp_path / "there"
     words = [(recipe, f"output={folder}", "--resume-auto") for folder in (here, there)]
-    ended = [one.wait(120) for one in start_ranks(2, words=words)]
+    ended = [one.wait() for one in start_ranks(2, words=words)]
     said = "".join(one.stderr for one in ended)
     assert all(one.returncode == 2 for one in ended), said
     assert "the ranks differ in the lock of the output folder: rank 0 has " in said

@@ -30,21 +30,18 @@ from plugsft.base.atomic import damage
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
-# Notes which process prepares which slice, waits for a file, and takes its time.
+# Notes which process prepares which slice, and waits for a file.
 SLOW = """
     import os, time
 
     @plugin()
     class Slow:
-        seconds: float = 0.0
-
         @hookimpl(wrapper=True)
         def render(self, rows):
             with open(os.environ["NOTE"], "a") as note:
                 note.write(f"{os.getpid()} {len(rows)}\\n")
             while not os.path.exists(os.environ.get("GO", "/")):
                 time.sleep(0.01)
-            time.sleep(self.seconds)
             return (yield)
 """
 SLICES = 12
@@ -52,14 +49,13 @@ SLICES = 12
 
 @pytest.fixture
 def many(tmp_path, monkeypatch):
-    """Give `many(seconds)`: a recipe of many slices, of which each takes some time."""
+    """Give `many()`: a recipe of many slices."""
     activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
     monkeypatch.setenv("NOTE", str(tmp_path / "note"))
     tables = many_slices(tmp_path, SLICES)
 
-    def make(seconds=0.0, **plugins):
-        plugins["slow"] = {"seconds": seconds}
-        return write_recipe(tmp_path / "many.toml", tables | {"plugins": plugins})
+    def make():
+        return write_recipe(tmp_path / "many.toml", tables | {"plugins": {"slow": {}}})
 
     return make
 
@@ -110,14 +106,18 @@ def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
 
 
 def test_a_bad_row_ends_all_processes_and_leaves_nothing(many, tmp_path):
-    recipe = many(seconds=0.2)
+    recipe, go = many(), tmp_path / "go"
     (tmp_path / "7.jsonl").write_text('{"text": 3}\n' * 10)
-    started = [start_plugsft("prepare", recipe) for _ in range(2)]
-    results = [process.wait() for process in started]
+    late = start_plugsft("prepare", recipe, env={"GO": str(go)})
+    wait_for(lambda: noted(tmp_path))  # it is in its first slice
+    results = [run_plugsft("prepare", recipe)]
+    go.touch()
+    results.append(late.wait())
     assert [result.returncode for result in results] == [2, 2], results
     for result in results:
         assert "7.jsonl: lines 1, 2, " in result.stderr + result.stdout
-    assert len(noted(tmp_path)) < SLICES, "the others did not go on for long"
+    pids = [pid for pid, _ in noted(tmp_path)]
+    assert pids.count(late.pid) == 1 and len(pids) < SLICES, "nobody went on"
     assert [*(tmp_path / "run/tokens").iterdir()] == []
 
 
@@ -142,12 +142,14 @@ def test_a_host_without_heartbeat_is_taken_over(many, tmp_path, monkeypatch):
 
 
 def test_a_training_waits_for_the_processes_that_prepare(many, tmp_path):
-    recipe = many(seconds=0.3)
-    preparing = start_plugsft("prepare", recipe)
-    wait_for(lambda: claims(tmp_path / "run"))
-    result = run_plugsft(recipe, "train.steps=1")
-    assert result.returncode == 0 and "waiting for another process" in result.stdout, result
-    assert preparing.wait().returncode == 0
+    recipe, go = many(), tmp_path / "go"
+    preparing = start_plugsft("prepare", recipe, env={"GO": str(go)})
+    wait_for(lambda: noted(tmp_path))  # it is in its first slice
+    training = start_plugsft(recipe, "train.steps=1")
+    wait_for(lambda: "waiting for another process" in training.output(), [training])
+    go.touch()
+    results = [process.wait() for process in (preparing, training)]
+    assert [result.returncode for result in results] == [0, 0], results
     assert len(noted(tmp_path)) == SLICES
 
 

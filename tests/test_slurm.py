@@ -97,7 +97,7 @@ def test_the_sbatch_file_trains_on_two_nodes_and_resumes(slurm, tiny, tmp_path):
     batch = ["recipes/launch/slurm.sbatch", str(recipe), "--ranks", "2"]
     for says in ("step 6/6", "is finished; nothing to resume"):
         job = ["sbatch", "--wait", *words, *batch]
-        done = subprocess.run(job, env=slurm, cwd=ROOT, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(job, env=slurm, cwd=ROOT, capture_output=True, text=True, timeout=300)
         text = output.read_text() if output.exists() else ""
         assert done.returncode == 0, done.stdout + done.stderr + text
         assert "this step has 2 machines, 2 GPUs each; the first is" in text

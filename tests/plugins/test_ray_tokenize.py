@@ -174,7 +174,7 @@ def test_few_slices_are_in_flight_and_ctrl_c_ends_in_order(cluster, many, tmp_pa
             most = max(most, busy)
     assert most == 1
     os.kill(started.pid, signal.SIGINT)
-    result = started.wait(60)
+    result = started.wait()
     assert result.returncode == 130 and "Traceback" not in result.stderr, result
     before = len(notes(tmp_path))
     time.sleep(2)
@@ -190,9 +190,9 @@ def test_a_cluster_that_is_started_here_ends_with_the_data(many, tmp_path):
     wait_for(partial(workers_but, {started.pid}, tmp_path))
     processes = children(started.pid)
     assert any("raylet" in process.name() for process in processes)
-    result = started.wait(120)
+    result = started.wait()
     assert result.returncode == 0, result
-    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert psutil.wait_procs(processes, timeout=240)[1] == []
 
 
 @only_full
