@@ -26,12 +26,14 @@ from .continued import TrainedAdapters, in_order
 from .experts import ExpertAdapter, describe_frozen, hand_factors
 from .layers import NAME, FastLinear, adapted_layers
 from .targets import (
+    ALL,
     choose_modules,
     choose_weights,
     describe_frozen_rows,
     head_and_embeddings,
     is_tied,
     last_parts,
+    read_past,
     reward_head,
     shorten,
     trained_rows,
@@ -71,7 +73,7 @@ def add_adapters(
         trained.load_into(adapted, plugin)
     # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
     adapted._ddp_params_and_buffers_to_ignore = [*adapted.references()]
-    adapted.summary = describe(adapted, plugin.r)
+    adapted.summary = describe(adapted, plugin)
     if trained:
         adapted.summary += f"; continues {trained.place}"
     for frozen in filter(None, (describe_frozen(adapted), describe_frozen_rows(plugin, load))):
@@ -246,7 +248,7 @@ def train_in_float32(module: Any) -> None:
     module.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
-def describe(model: Module, rank: int) -> str:
+def describe(model: Module, plugin: Lora) -> str:
     """Describe the adapters, and count the trained parameters."""
     layers = dict(adapted_layers(model))
     experts = [it.parameter_name for it in layers.values() if isinstance(it, ExpertAdapter)]
@@ -258,13 +260,21 @@ def describe(model: Module, rank: int) -> str:
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
     weights = ", ".join(sorted({*experts}))
-    deltas = [it for it in model.modules() if isinstance(it, TrainableTokensLayer)]
-    rows = max((len(it.token_indices[NAME]) for it in deltas), default=0)
+    rows = max(
+        (
+            len(it.token_indices[NAME])
+            for it in model.modules()
+            if isinstance(it, TrainableTokensLayer)
+        ),
+        default=0,
+    )
+    past = ", ".join(sorted({*last_parts(read_past(model))})) if plugin.targets == ALL else ""
     parts = {
-        f"{len(targets)} modules with adapters of rank {rank} ({kinds})": targets,
-        f"{len(experts)} expert weights, rank {rank} per expert ({weights})": experts,
+        f"{len(targets)} modules with adapters of rank {plugin.r} ({kinds})": targets,
+        f"{len(experts)} expert weights, rank {plugin.r} per expert ({weights})": experts,
         f"{', '.join(whole)} trained whole": whole,
         f"rows of {rows} new tokens trained": rows,
+        f"{past} left out: Mamba's code reads their weights, past adapters": past,
         f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in float32": 1,
     }
     return "; ".join(part for part, there in parts.items() if there)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from importlib import import_module
+from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Embedding, Linear, Module
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from . import Lora
 
 ALL = "all-linear"
-ADAPTABLE = (Linear, Conv1D, Embedding)
-"""Classes of modules that can have an adapter."""
 
 
 def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
@@ -37,7 +37,7 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
     whole = find_modules("plugins.lora.modules_to_save: no module", chosen, names, linear)
     ensure_single_modules(whole, model, linear)
     if plugin.targets == ALL:
-        targets = [name for name in linear if name not in whole]
+        targets = [name for name in linear if name not in {*whole, *read_past(model)}]
     elif isinstance(plugin.targets, str):  # a pattern, in a folder of adapters
         targets = [name for name in adaptable if re.fullmatch(plugin.targets, name)]
     else:
@@ -142,7 +142,22 @@ def is_adaptable(module: Module) -> bool:
     # transformers notes the class of a layer that it has quantized.
     kind = getattr(module, "source_cls", type(module))
     is_router = issubclass(kind, Linear) and kind.forward is not Linear.forward
-    return isinstance(module, ADAPTABLE) and not is_router
+    return isinstance(module, (Linear, Conv1D, Embedding)) and not is_router
+
+
+def read_past(model: Module) -> list[str]:
+    """Return the layers that Mamba's code does not call: it reads their weights, past an adapter.
+
+    Some of them it reads only where it has its kernels; and peft refuses some.
+    """
+    return [
+        f"{name}.{layer}"
+        for name, module in model.named_modules()
+        if hasattr(module, "A_log")
+        for layer in re.findall(
+            r"self\.(\w+_proj)\.weight\b", getsource(import_module(module.__module__))
+        )
+    ]
 
 
 def head_and_embeddings(model: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from conftest import (
     run_ranks,
     write_recipe,
 )
+from families import build, tiny_config
 from launching import TRAIN, config, curve
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -181,6 +182,39 @@ def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied,
         readers.append(AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval())
     for reader in readers:
         torch.testing.assert_close(reader(IDS).logits, expected, rtol=0, atol=1e-6)
+
+
+# Mamba's linear layers that its code does not call, as the summary names them.
+MAMBA = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), "dt_proj, out_proj, x_proj"),
+    **dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "bamba"), "out_proj"),
+    "jamba": "dt_proj",
+}
+
+
+@pytest.mark.parametrize(("family", "names"), MAMBA.items())
+def test_all_linear_leaves_out_what_mamba_s_code_does_not_call(tmp_path, family, names):
+    plain = build(family)
+    plain.config.use_cache = False
+    plain.save_pretrained(tmp_path / "base")
+    ours, plugin = adapt(tmp_path / "base", r=2)
+    assert f"; {names} left out: Mamba's code reads their weights" in plugin.summary()
+    loss_and_gradients(ours)  # all that is trained has a gradient
+    shake(ours)
+    expected = ours.eval()(IDS).logits.detach()
+    assert float((plain.eval()(IDS).logits - expected).detach().abs().max()) > 1e-3
+    (tmp_path / "adapters").mkdir()
+    ours.save_pretrained(tmp_path / "adapters")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
+    peft = PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
+    for reader in (read, peft, peft.merge_and_unload()):
+        torch.testing.assert_close(reader(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_a_layer_that_peft_cannot_adapt_is_refused_by_its_name(base):
+    folder = base(config=tiny_config("mamba2"))
+    with pytest.raises(RecipeError, match=r"'out_proj' is incompatible .*; name other modules"):
+        adapt(folder, targets=["in_proj", "out_proj"], r=2)
 
 
 def test_a_name_on_the_hub_and_its_revision_are_kept(base):
