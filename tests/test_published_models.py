@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from conftest import (
+    ROOT,
     chats,
     must_succeed,
     only_full,
@@ -20,10 +21,12 @@ from families import VOCABULARY
 from launching import config, curve
 from peft import PeftModel, get_peft_model_state_dict
 from plugin_packages import activate, install
-from published import MODELS, PROCESSOR, ignored_tensors, publish, random, stored
+from published import MODELS, PROCESSOR, ignored_tensors, publish, random, stored, tokenizer
 from safetensors.torch import load_file
 from saved_runs import checkpoint, forget, read
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from plugsft.base.atomic import publish as publish_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 PAIRS = [
@@ -40,7 +43,8 @@ METHODS = {
 }
 # Each family and each method are seen by default.
 SEEN = {
-    *(("qwen3_5", "sft"), ("gemma4", "sft"), ("mistral3", "dpo"), ("gemma3", "lora")),
+    # Of gemma4, peft shortens the list of targets: it has more than 20.
+    *(("qwen3_5", "sft"), ("gemma3", "sft"), ("mistral3", "dpo"), ("gemma4", "lora")),
     *(("llama4", "lora"), ("qwen3_5_moe", "nf4"), ("qwen3_vl", "int8")),
 }
 TABLE = [
@@ -254,3 +258,57 @@ def test_the_text_alone_is_saved_if_the_recipe_says_so(tmp_path):
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
     assert not [name for name in stored(tmp_path / "run/model") if re.search("mtp|visual", name)]
     assert not (tmp_path / "run/model" / PROCESSOR[0]).exists()
+
+
+# Adapters and a checkpoint that plugsft 0.1.0 (commit 1faea179) wrote, with r = 1.
+OLD = ROOT / "tests/data/text_only"
+
+
+def old_adapters(folder, base):
+    """Copy the adapters of 0.1.0, for a base that lies here."""
+    folder.mkdir()
+    shutil.copy(OLD / "adapter_model.safetensors", folder)
+    table = json.loads((OLD / "adapter_config.json").read_text())
+    table["base_model_name_or_path"] = str(base)
+    (folder / "adapter_config.json").write_text(json.dumps(table))
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_adapters_of_the_class_for_text_are_refused_until_export_renames_them(tmp_path):
+    base, new = publish("qwen3_5", tmp_path / "base"), tmp_path / "new"
+    old = old_adapters(tmp_path / "old", base)
+    for words in (
+        ("chat", old, "--ask", "hello"),
+        ("export", old, "--merge"),
+        (recipe_of(tmp_path, base, {"lora": {"adapter": str(old)}}),),
+    ):
+        result = run_plugsft(*words)
+        assert result.returncode == 2, result.stderr
+        assert f"plugsft export {old} --to FOLDER" in result.stderr, words
+    said = must_succeed("export", old, "--to", new).stdout
+    assert "its adapters have the names of Qwen3_5ForConditionalGeneration now" in said
+    before, after = (load_file(one / "adapter_model.safetensors") for one in (old, new))
+    assert {
+        name.replace(".language_model", ""): values.tolist() for name, values in after.items()
+    } == {name: values.tolist() for name, values in before.items()}
+    must_succeed("chat", new, "--ask", "hello", "--max-tokens", "3")
+    must_succeed(recipe_of(tmp_path, base, {"lora": {"adapter": str(new)}}))
+    must_succeed("export", tmp_path / "run", "--merge")
+    ensure_adapters(tmp_path / "run", base, tmp_path / "run/merged", whole=True)
+
+
+def test_a_checkpoint_of_the_class_for_text_is_refused(tmp_path):
+    base = publish("qwen3_5", tmp_path / "base")
+    recipe = recipe_of(tmp_path, base, {"lora": {"r": 1, "targets": ["q_proj", "v_proj"]}})
+    with publish_folder(tmp_path / "run/checkpoints/step-000001") as folder:
+        shutil.copy(OLD / "rank-00000-000.safetensors", folder)
+        state = json.loads((OLD / "state.json").read_text())
+        state["recipe"]["model.path"] = str(base)
+        (folder / "state.json").write_text(json.dumps(state))
+    must_succeed(recipe, f"output={tmp_path / 'other'}")
+    for name in ("recipe.toml", "run.json"):
+        shutil.copy(tmp_path / "other" / name, tmp_path / "run")
+    for words in ((recipe, "--resume"), ("export", tmp_path / "run", "--to", tmp_path / "made")):
+        result = run_plugsft(*words)
+        assert result.returncode != 0 and "1faea179" in result.stderr, result.stderr
