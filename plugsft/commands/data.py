@@ -16,13 +16,26 @@ def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = 
 
     loaded, active = load_recipe(recipe, overrides, without)
     if not loaded.model.trust_remote_code and all(map(active.is_bundled, active.plugins)):
-        # No code of others runs here, and transformers would import torch: two seconds.
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not installed"
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        hide_torch_from_transformers()  # no code of others runs here
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..audit.prepare import prepare_data
 
     prepare_data(loaded, active, recipe)
+
+
+def hide_torch_from_transformers() -> None:
+    """Save the two seconds in which transformers would import torch: its tokenizers need none.
+
+    Others may find it: `datasets` asks for what is in sys.modules, and imports that.
+    """
+    if "torch" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # "not installed"
+    from transformers.utils import is_torch_available
+
+    is_torch_available()  # it remembers the answer
+    del sys.modules["torch"]
 
 
 def inspect(

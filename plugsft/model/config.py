@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 # By their own names: what stands in them imports torch, when it is asked for.
 import huggingface_hub
 import transformers
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
 
 from ..base.errors import (
     PlugsftError,
@@ -59,7 +55,8 @@ def ensure_model_fits(recipe: Recipe) -> None:
 
 def sees(config: PretrainedConfig) -> bool:
     """Tell whether a model was published as one that sees or hears, around a language model."""
-    published = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    published = names.get(config.model_type)
     has_text = "text_config" in config.sub_configs and not config.is_encoder_decoder
     return has_text and published in (config.architectures or ())
 
@@ -69,7 +66,8 @@ def ensure_text_class(config: PretrainedConfig) -> None:
     family, named = config.model_type, config.architectures or ["language model"]
     if not sees(config):
         raise RecipeError(f"model.text_only: the model is a {named[0]} already; remove this key")
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, named[0]) == named[0]:
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if classes.get(family, named[0]) == named[0]:
         raise RecipeError(
             f"model.text_only: transformers has no class for the text of '{family}' alone; remove "
             "this key"

@@ -1,0 +1,79 @@
+"""Each kind of file and folder, by each command that reads rows, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pytest
+from conftest import chats, only_full, tiny_tables, write_jsonl, write_recipe
+
+API = "import sys, plugsft.api as api; api.prepare(sys.argv[1]); api.inspect(sys.argv[1])"
+COMMANDS = {
+    "prepare": ("-m", "plugsft", "prepare"),
+    "check": ("-m", "plugsft", "check"),
+    "inspect": ("-m", "plugsft", "inspect"),
+    "plan": ("-m", "plugsft", "plan"),
+    "train": ("-m", "plugsft"),
+    "api": ("-c", API),
+}
+KINDS = (
+    *("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.arrow"),
+    *("saved", "folder of parquet", "folder of jsonl"),
+)
+# Each command and each kind by default.
+SEEN = {
+    *(("prepare", "rows.parquet"), ("prepare", "rows.csv"), ("check", "rows.arrow")),
+    *(("inspect", "folder of parquet"), ("plan", "rows.json"), ("train", "rows.jsonl")),
+    *(("train", "folder of jsonl"), ("api", "saved")),
+}
+
+
+def write(folder, kind):
+    """Write the same rows as a file or a folder of a kind."""
+    rows, path = [{"messages": row["messages"]} for row in chats(12)], folder / kind
+    data = datasets.Dataset.from_list(rows)
+    if kind.endswith(".jsonl"):
+        write_jsonl(path, rows)
+    elif kind.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif kind.endswith(".csv"):
+        turns = [[turn["content"] for turn in row["messages"][:2]] for row in rows]
+        pd.DataFrame(turns, columns=["prompt", "completion"]).to_csv(path, index=False)
+    elif kind.endswith(".parquet"):
+        data.to_parquet(path)
+    elif kind.endswith(".arrow"):
+        table = data.data.table
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    elif kind == "saved":
+        data.save_to_disk(path)
+    else:
+        path.mkdir()
+        ending = kind.rpartition(" ")[2]
+        write(path, f"train.{ending}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        pytest.param(command, kind, marks=() if (command, kind) in SEEN else only_full)
+        for command in COMMANDS
+        for kind in KINDS
+    ],
+)
+def test_a_command_reads_a_kind_of_file_in_a_fresh_process(tmp_path, command, kind):
+    """Forks of tests have imported torch; what a user starts has not."""
+    tables = tiny_tables(tmp_path)
+    tables["data"]["source"] = str(write(tmp_path, kind))
+    tables["train"]["steps"] = 1
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    words = [sys.executable, *COMMANDS[command], str(recipe)]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hub")}
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
