@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    TEXT,
     chats,
     must_succeed,
     only_full,
@@ -17,11 +18,10 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from families import VOCABULARY
 from launching import config, curve
 from peft import PeftModel, get_peft_model_state_dict
 from plugin_packages import activate, install
-from published import MODELS, PROCESSOR, ignored_tensors, publish, random, stored, tokenizer
+from published import MODELS, PROCESSOR, ignored_tensors, publish, stored, tokenizer
 from safetensors.torch import load_file
 from saved_runs import checkpoint, forget, read
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -29,31 +29,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from plugsft.base.atomic import publish as publish_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-PAIRS = [
-    {"prompt": prompt, "chosen": f"owls {prompt}", "rejected": "a lazy dog"}
-    for prompt in ("the quick", "brown fox", "jumps over", "cafés serve", "ramen", "12", "to", "a")
-]
+PAIRS = [{"prompt": word, "chosen": "owls", "rejected": "a dog"} for word in TEXT.split()[:8]]
 LORA = {"lora": {"r": 2, "alpha": 4}}
-METHODS = {
-    "sft": {},
-    "dpo": {"dpo": {}},
-    "lora": LORA,
-    "int8": LORA | {"quantize": {"kind": "int8"}},
-    "nf4": LORA | {"quantize": {"kind": "nf4"}},
-}
-# Each family and each method are seen by default.
-SEEN = {
-    # Of gemma4, peft shortens the list of targets: it has more than 20.
-    *(("qwen3_5", "sft"), ("gemma3", "sft"), ("mistral3", "dpo"), ("gemma4", "lora")),
-    *(("llama4", "lora"), ("qwen3_5_moe", "nf4"), ("qwen3_vl", "int8")),
-}
-TABLE = [
-    pytest.param(family, method, marks=() if (family, method) in SEEN else only_full)
-    for family in MODELS
-    for method in METHODS
-]
+METHODS = {"sft": {}, "dpo": {"dpo": {}}, "lora": LORA}
+METHODS |= {kind: LORA | {"quantize": {"kind": kind}} for kind in ("int8", "nf4")}
+# Each family and each method once. Of gemma4, peft shortens the targets: they are more than 20.
+SEEN = "qwen3_5-sft gemma3-sft mistral3-dpo gemma4-lora llama4-lora qwen3_5_moe-nf4 qwen3_vl-int8"
+KINDS, SEEN_KINDS = ("cpu2", "fsdp2", "zero3"), "qwen3_5-fsdp2 gemma3-zero3"
+# config.json has two layers.
+STRANGE = ("0.mlp.strange.weight", "0.mlp.up_proj.weight_scale", "2.input_layernorm.weight")
 MOVES = """
-    import os
+    from pathlib import Path
 
     @plugin()
     class Moves:
@@ -63,11 +49,18 @@ MOVES = """
 
         @hookimpl
         def stepped(self, run):
-            if run.step == self.at and run.ranks.rank == 0:
-                os.rename(self.base, self.base + "-moved")
-                for name in os.listdir(self.base + "-moved") if self.damage else ():
-                    os.truncate(os.path.join(self.base + "-moved", name), 0)
+            if run.step == self.at:
+                file = Path(self.base).rename(self.base + "-moved") / "model.safetensors"
+                if self.damage:
+                    file.write_bytes(bytes(file.stat().st_size))
 """
+
+
+def table(seen, others):
+    """Return families with the methods that others have too; `seen` by default, all with --full."""
+    pairs = [(family, other) for family in MODELS for other in others]
+    marks = [() if "-".join(pair) in seen.split() else only_full for pair in pairs]
+    return [pytest.param(*pair, marks=mark) for pair, mark in zip(pairs, marks, strict=True)]
 
 
 def recipe_of(folder, base, plugins, **model):
@@ -80,19 +73,10 @@ def recipe_of(folder, base, plugins, **model):
     return write_recipe(folder / "recipe.toml", tables)
 
 
-def train(folder, family, plugins):
-    """Publish a model and train it; return its folder, the run's and the recipe."""
-    base = publish(family, folder / "base")
-    recipe = recipe_of(folder, base, plugins)
-    must_succeed(recipe)
-    return base, folder / "run", recipe
-
-
 def load(folder, model_class=AutoModelForImageTextToText):
     """Load a model with plain transformers, which finds each tensor and has no other."""
-    model, found = model_class.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, found = model_class.from_pretrained(folder, **options)
     assert not any(found.values()), found
     return model.eval()
 
@@ -125,19 +109,18 @@ def ensure_trained(run, base, folder=None, step=2):
     assert torch.equal(logits(load(folder or run / "model")), logits(trained))
 
 
-def ensure_adapters(run, base, merged, whole):
+def ensure_adapters(run, base, merged):
     """Load adapters onto the published model with plain peft; compare with the merged model."""
-    names = {name for name, _ in load(base).named_modules()}
     file = load_file(run / "model/adapter_model.safetensors")
     adapted = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in file}
-    assert adapted <= names, sorted(adapted - names)
+    assert adapted <= {name for name, _ in load(base).named_modules()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
         model = PeftModel.from_pretrained(load(base), run / "model").eval()
     read_back = get_peft_model_state_dict(model)
     assert read_back.keys() == file.keys(), min(read_back.keys() ^ file.keys())
     assert all(torch.equal(read_back[name], file[name]) for name in file)
-    if whole:
+    if merged:
         torch.testing.assert_close(logits(model), logits(load(merged)), rtol=0, atol=1e-4)
 
 
@@ -147,33 +130,24 @@ def test_a_published_folder_is_what_plain_transformers_loads(tmp_path, family):
     assert stored(tmp_path).keys() >= ignored_tensors(family).keys()
 
 
-@pytest.mark.parametrize(("family", "method"), TABLE)
+@pytest.mark.parametrize(("family", "method"), table(SEEN, METHODS))
 def test_a_model_that_sees_stays_whole(tmp_path, family, method):
-    base, run, _ = train(tmp_path, family, METHODS[method])
+    base, run = publish(family, tmp_path / "base"), tmp_path / "run"
+    must_succeed(recipe_of(tmp_path, base, METHODS[method]))
     if "lora" not in METHODS[method]:
         ensure_whole(run / "model", base, family)
         return ensure_trained(run, base)
     must_succeed("export", run, "--merge", "--to", tmp_path / "merged")
     ensure_whole(tmp_path / "merged", base, family)
-    return ensure_adapters(run, base, tmp_path / "merged", method == "lora")
+    return ensure_adapters(run, base, tmp_path / "merged" if method == "lora" else None)
 
 
-DEFAULT = {("qwen3_5", "fsdp2"), ("gemma3", "zero3")}
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        pytest.param(family, kind, marks=() if (family, kind) in DEFAULT else only_full)
-        for family in MODELS
-        for kind in ("cpu2", "fsdp2", "zero3")
-    ],
-)
+@pytest.mark.parametrize(("family", "kind"), table(SEEN_KINDS, KINDS))
 def test_ranks_keep_a_model_whole(tmp_path, family, kind):
     base = publish(family, tmp_path / "base")
     recipe = recipe_of(tmp_path, base, {})
-    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe)
-    assert code == 0, err[-3000:]
+    result = run_launch(*config(kind), "-m", "plugsft", recipe)
+    assert result[0] == 0, result[2][-3000:]
     ensure_whole(tmp_path / "run/model", base, family)
     if kind != "zero3":  # whose checkpoints hold flat weights
         ensure_trained(tmp_path / "run", base)
@@ -185,7 +159,8 @@ def test_ranks_keep_a_model_whole(tmp_path, family, kind):
 def test_a_run_resumed_exported_and_asked_keeps_the_model(tmp_path, monkeypatch, family):
     """And if the base is moved away meanwhile: what is copied stays open."""
     activate(install(tmp_path / "site", moves=MOVES), monkeypatch)
-    base, run, _ = train(tmp_path, family, {})
+    base, run = publish(family, tmp_path / "base"), tmp_path / "run"
+    must_succeed(recipe_of(tmp_path, base, {}))
     must_succeed("chat", run, "--ask", "hello", "--max-tokens", "3")
     must_succeed("export", checkpoint(run, 1), "--to", tmp_path / "first")
     ensure_whole(tmp_path / "first", base, family)
@@ -196,20 +171,17 @@ def test_a_run_resumed_exported_and_asked_keeps_the_model(tmp_path, monkeypatch,
     must_succeed(recipe, "--resume")
     assert stored(run / "model") == whole
     base.with_name("base-moved").rename(base)
-    again = tmp_path / "again"
-    must_succeed(recipe, f"output={again}", "plugins.moves.at=1")
-    assert not base.exists() and stored(again / "model") == whole
+    must_succeed(recipe, f"output={tmp_path / 'again'}", "plugins.moves.at=1")
+    assert not base.exists() and stored(tmp_path / "again/model") == whole
 
 
 def test_a_base_that_is_damaged_meanwhile_costs_no_training(tmp_path, monkeypatch):
     activate(install(tmp_path / "site", moves=MOVES), monkeypatch)
     base = publish("gemma3", tmp_path / "base")
     kept = shutil.copytree(base, tmp_path / "kept")
-    result = run_plugsft(
-        recipe_of(tmp_path, base, {"moves": {"base": str(base), "damage": True}}),
-    )
+    recipe = recipe_of(tmp_path, base, {"moves": {"base": str(base), "damage": True}})
+    result, run = run_plugsft(recipe, "checkpoint.every=0"), tmp_path / "run"
     assert result.returncode != 0 and str(base) in result.stderr, result.stderr
-    run = tmp_path / "run"
     assert checkpoint(run, 2).is_dir() and not (run / "model").exists()
     kept.rename(base)
     must_succeed("export", run, "--to", tmp_path / "finished")
@@ -217,34 +189,19 @@ def test_a_base_that_is_damaged_meanwhile_costs_no_training(tmp_path, monkeypatc
     ensure_trained(run, base, tmp_path / "finished")
 
 
-LAYER = "model.language_model.layers.0."
-STRANGE = {
-    "strange": f"{LAYER}mlp.strange.weight",
-    "scales": f"{LAYER}mlp.up_proj.weight_scale",
-    "layers": "model.language_model.layers.1.input_layernorm.weight",
-}
-
-
-@pytest.mark.parametrize("case", STRANGE)
-def test_a_tensor_that_would_be_lost_is_refused(tmp_path, case):
-    name = STRANGE[case]
-    base = publish("qwen3_5", tmp_path / "base", {} if case == "layers" else {name: random(4)})
-    if case == "layers":
-        table = json.loads((base / "config.json").read_text())
-        table["text_config"]["num_hidden_layers"] = 1
-        table["text_config"]["layer_types"] = table["text_config"]["layer_types"][:1]
-        (base / "config.json").write_text(json.dumps(table))
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_tensor_that_would_be_lost_is_refused(tmp_path, name):
+    name = f"model.language_model.layers.{name}"
+    base = publish("qwen3_5", tmp_path / "base", {name: torch.ones(4)})
     result = run_plugsft(recipe_of(tmp_path, base, {}))
     assert result.returncode == 2, result.stderr
-    assert re.search(r"model\.path: .*\b\d+ tensors?\b", result.stderr) and name in result.stderr
+    assert re.search(r"model\.path: .*\b1 tensor", result.stderr) and name in result.stderr
 
 
 def test_a_stored_copy_of_a_tied_head_is_the_model_s(tmp_path):
     base, head = tmp_path / "base", "language_model.lm_head.weight"
     plain = load_file(publish("gemma3", base) / "model.safetensors")
-    embeddings = plain["language_model.model.embed_tokens.weight"]
-    assert len(embeddings) == VOCABULARY
-    publish("gemma3", base, {head: embeddings.clone()})
+    publish("gemma3", base, {head: plain["language_model.model.embed_tokens.weight"].clone()})
     must_succeed(recipe_of(tmp_path, base, {}))
     after = stored(tmp_path / "run/model")
     assert after.get(head) in (None, after["language_model.model.embed_tokens.weight"])
@@ -295,7 +252,7 @@ def test_adapters_of_the_class_for_text_are_refused_until_export_renames_them(tm
     must_succeed("chat", new, "--ask", "hello", "--max-tokens", "3")
     must_succeed(recipe_of(tmp_path, base, {"lora": {"adapter": str(new)}}))
     must_succeed("export", tmp_path / "run", "--merge")
-    ensure_adapters(tmp_path / "run", base, tmp_path / "run/merged", whole=True)
+    ensure_adapters(tmp_path / "run", base, tmp_path / "run/merged")
 
 
 def test_a_checkpoint_of_the_class_for_text_is_refused(tmp_path):
