@@ -273,3 +273,52 @@ def test_an_evaluation_file_is_named_by_its_key(tmp_path):
         (line,) = result.stderr.splitlines()
         says = f"{tmp_path / 'empty.jsonl'}: the file is empty; name a file with rows"
         assert line == f"error: eval.source: {says}"
+
+
+@pytest.mark.parametrize("kind", ["path", "address", "link", "state"])
+def test_a_folder_of_somebody_else_leads_nowhere_outside(tmp_path, kind):
+    folder, secret = tmp_path / "folder", tmp_path / "secret.jsonl"
+    write_jsonl(secret, [{"text": "secret"}])
+    if kind == "state":
+        datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(folder)
+        state = json.loads((folder / "state.json").read_text())
+        state["_data_files"][0]["filename"] = "../secret.arrow"
+        (folder / "state.json").write_text(json.dumps(state))
+    else:
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", [{"text": "a"}])
+    if kind == "link":
+        (folder / "test.jsonl").symlink_to(secret)
+    named = {"path": "../secret.jsonl", "address": "http://127.0.0.1:9/x.jsonl"}.get(kind)
+    if named:
+        configs = f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n"
+        (folder / "README.md").write_text(configs)
+    with pytest.raises(DataError, match=r"outside of its folder|leads out of the folder"):
+        len(open_source(Source(source=str(folder))))
+
+
+def test_files_in_the_hub_s_cache_are_links_to_its_blobs(tmp_path):
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots/abc"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    write_jsonl(blobs / "123", [{"text": "a"}])
+    (folder / "train.jsonl").symlink_to(blobs / "123")
+    assert len(open_source(Source(source=str(folder)))) == 1
+
+
+def test_a_folder_of_splits_is_opened(tmp_path):
+    for split, rows in ("train", 3), ("test", 2):
+        (tmp_path / split).mkdir()
+        write_jsonl(tmp_path / split / "rows.jsonl", [{"text": "a"}] * rows)
+    assert len(open_source(Source(source=str(tmp_path), split="test"))) == 2
+
+
+def test_a_csv_row_with_a_field_too_many_moves_no_column(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\nhello,world,more\nhow,are,you\n")
+    with pytest.raises(DataError, match="more fields than the first line has names"):
+        len(open_source(Source(source=str(path))))
+    path.write_text("prompt,completion\nhello,world\n")
+    assert open_source(Source(source=str(path))).read(0, 1) == [
+        {"prompt": "hello", "completion": "world"}
+    ]

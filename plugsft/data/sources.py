@@ -134,7 +134,7 @@ def _ensure_readable(name: str, where: str) -> None:
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
     elif path.is_dir():
-        files = [*path.glob("*"), *path.glob("data/*")]
+        files = [*path.glob("*"), *path.glob("*/*")]
         if not any({*DATA_FILES} & {*file.suffixes} for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(

@@ -1,15 +1,20 @@
 """Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
+from huggingface_hub import metadata_load
+from pandas.errors import ParserWarning
 
 from ...base.errors import DataError, reason_of
+from ...base.limits import path_inside, read_json_object
 from ...base.types import Ints, Range, Row
+from ...recipe.tables import DATA_FILES
 from ..jsonl import without_none
 
 
@@ -58,16 +63,24 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
     path = Path(name)
+    ensure_inside(path, where)
+    is_csv = reader == "csv" or {*suffixes(path)} == {".csv"}
+    # Else pandas takes the first column as an index where rows have a field too many.
+    options = {"index_col": False} if is_csv else {}
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded: Any = datasets.load_from_disk(name)
-        elif reader:
-            loaded = datasets.load_dataset(reader, data_files=name)
-        else:
-            loaded = datasets.load_dataset(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)  # fields that would be lost
+            if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+                loaded: Any = datasets.load_from_disk(name)
+            elif reader:
+                loaded = datasets.load_dataset(reader, data_files=name, **options)
+            else:
+                loaded = datasets.load_dataset(name, **options)
     except Exception as error:  # datasets and its readers raise nearly every type
         cause = error.__cause__ or error  # datasets wraps those of its readers
         first_line = str(cause).strip().partition("\n")[0]
+        if isinstance(cause, ParserWarning):
+            first_line = "a row has more fields than the first line has names"
         action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
         raise DataError(
             f"{where}: cannot be {action}: {type(cause).__name__}: {first_line}; correct the name, "
@@ -75,6 +88,50 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
         ) from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     return {split: DatasetRows(data) for split, data in splits.items()}
+
+
+def suffixes(folder: Path) -> Iterator[str]:
+    """Yield the endings of the data files in a folder."""
+    for file in folder.rglob("*") if folder.is_dir() else ():
+        if file.suffix in DATA_FILES and file.name not in ("state.json", "dataset_info.json"):
+            yield file.suffix
+
+
+def ensure_inside(folder: Path, where: str) -> None:
+    """Refuse a folder that leads out of itself: somebody else may have made it.
+
+    Files of the hub's cache are links to its blobs.
+    """
+    if not folder.is_dir():
+        return
+    home = folder.resolve()
+    allowed = (home, home.parent.parent / "blobs")
+    for path in folder.rglob("*"):
+        target = path.resolve()
+        if path.is_symlink() and not any(map(target.is_relative_to, allowed)):
+            raise DataError(f"{where}: {path} leads out of the folder; put the file in its place")
+    try:
+        card = folder / "README.md"
+        metadata = metadata_load(card) if card.is_file() else None
+        configs = (metadata or {}).get("configs")
+        states = [read_json_object(state) for state in folder.rglob("state.json")]
+        for name in strings([configs, [state.get("_data_files") for state in states]]):
+            if "://" in name:
+                raise ValueError(f"it names {name}, outside of its folder")
+            path_inside(folder, name)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: {reason_of(error)}; correct its README.md or state.json, or name a file"
+        ) from error
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield the strings in lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value or ():
+        if not isinstance(value, str):
+            yield from strings(inner)
 
 
 def parse_split(split: str, sizes: Mapping[str, int], where: str) -> list[Range]:
