@@ -8,8 +8,9 @@ from conftest import run_here, tiny_tables, write_recipe
 from safetensors.torch import save_file
 from torch import zeros
 
-from plugsft import cli
+from plugsft import RecipeError, cli
 from plugsft.base.atomic import publish
+from plugsft.model.published import read_config
 
 CODE = """
 from pathlib import Path
@@ -136,3 +137,15 @@ def test_remote_code_runs_where_the_user_trusts_it(foreign, tmp_path, command):
     }
     run_here(command, *words[command])
     assert marker.exists()
+
+
+def test_a_kernel_of_the_hub_is_code_too(tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    table = {"model_type": "llama", "attn_implementation": "somebody/kernel"}
+    (folder / "config.json").write_text(json.dumps(table))
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(folder)}}
+    assert run_here("check", write_recipe(tmp_path / "recipe.toml", tables)) == 2
+    assert "config.json asks for the kernel somebody/kernel" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="somebody/kernel"):  # as chat and export load it
+        read_config(str(folder), {})

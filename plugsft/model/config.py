@@ -35,7 +35,19 @@ def load_config(model: Model) -> PretrainedConfig:
         )
     except Exception as error:  # transformers passes on all errors of its parsers and of the hub
         raise load_error(str(model.path), error) from error
+    ensure_no_code_of_others(config, model.trust_remote_code)
     return config
+
+
+def ensure_no_code_of_others(config: PretrainedConfig, trusted: bool) -> None:
+    """Refuse a configuration that asks for a kernel of the hub, whose code would run."""
+    kernel = str(config._attn_implementation)
+    if "/" in kernel and not trusted:
+        raise RecipeError(
+            f"model.path: config.json asks for the kernel {kernel} of the hub, whose code would "
+            "run here; remove attn_implementation from config.json, or set "
+            "model.trust_remote_code = true if you trust its author"
+        )
 
 
 def ensure_model_fits(recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.integrations import deepspeed
 
 from ..base.errors import RecipeError
-from .config import sees
+from .config import ensure_no_code_of_others, sees
 
 
 def auto_class(config: Any, text_only: bool = False) -> Any:
@@ -34,7 +34,9 @@ def build(config: Any, text_only: bool = False, **options: Any) -> Any:
 def read_config(path: str, options: Mapping[str, Any]) -> Any:
     """Read the configuration of a model that is loaded with these options."""
     known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
-    return AutoConfig.from_pretrained(path, **known)
+    config = AutoConfig.from_pretrained(path, **known)
+    ensure_no_code_of_others(config, bool(known.get("trust_remote_code")))
+    return config
 
 
 def from_files(path: str, text_only: bool = False, **options: Any) -> tuple[Any, set[str]]:
