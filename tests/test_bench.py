@@ -98,6 +98,31 @@ PLANTED = {
             def step(self):
                 return (yield)
     """,
+    "fragile": """
+        import os
+
+        @plugin()
+        class Fragile:
+            @hookimpl(wrapper=True)
+            def render(self):
+                return (yield)
+
+            @hookimpl(wrapper=True)
+            def step(self):
+                if not os.environ.pop("HELPED", ""):
+                    raise RuntimeError("nobody helped")
+                return (yield)
+    """,
+    "helper": """
+        import os
+
+        @plugin()
+        class Helper:
+            @hookimpl(wrapper=True)
+            def collate(self):
+                os.environ["HELPED"] = "yes"
+                return (yield)
+    """,
     "needy": NOTHING.replace("Nothing", "Needy").replace("()", '(requires=["nothing"])', 1),
 }
 
@@ -163,11 +188,6 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
         (["--only", "bot"], "--only bot: the recipe has no such active plugin; did you mean"),
         (["--only", "slow"], "--only slow: the recipe has no such active plugin; it has "),
         (["--only", "both"], "--only both: it is always on"),
-        (["--instead", "nothing=8"], "--instead nothing=8: write it PLUGIN:key.path=value"),
-        (
-            ["--instead", "both:train.micro_batch=8"],
-            "key.path=value, with a plugin that is measured",
-        ),
     ],
 )
 def test_wrong_options_of_bench_are_refused_in_one_line(recipe, words, said):
@@ -282,7 +302,7 @@ def report(**trials):
         "status": "complete",
         "name": "made",
         "recipe": {"train": {"batch_size": 8}},
-        "settings": {"rounds": 5, "steps": 10, "warmup": 2, "launch": "", "instead": []},
+        "settings": {"rounds": 5, "steps": 10, "warmup": 2, "launch": ""},
         "measured": ["a", "b"],
         "kept": {"c": READS},
         "contenders": {name: {"on": on, "rounds": keys[name]} for name, on in contenders.items()},
@@ -408,9 +428,9 @@ def test_a_plugin_that_fails_is_named_and_the_others_are_measured(recipe, tmp_pa
 
 @pytest.mark.slow
 def test_a_baseline_that_does_not_run_names_the_cure(recipe, forked_trials):
-    result = run_plugsft("bench", recipe(nothing={}), "--instead", "nothing:train.micro_batch=0")
-    assert result.returncode == 2 and "train.micro_batch: given 0" in result.stderr
-    assert "the baseline, without nothing, does not run" in result.stderr
+    result = run_plugsft("bench", recipe(fragile={}, helper={}))
+    assert result.returncode == 2 and "nobody helped" in result.stderr
+    assert "the baseline, without helper, does not run" in result.stderr
     assert "bench without it" in result.stderr and result.stderr.count("\n") == 1
 
 

@@ -25,13 +25,6 @@ def bench(
         int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")
     ] = 3,
     launch: Launch = "",
-    instead: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:KEY=VALUE",
-            help="Where plugin NAME is off, set a key: bfd_packing:train.micro_batch=8.",
-        ),
-    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Measure only this plugin."),
@@ -47,13 +40,7 @@ def bench(
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab import bench as lab
 
-    settings = {
-        "rounds": rounds,
-        "steps": steps,
-        "warmup": warmup,
-        "launch": launch,
-        "instead": instead or [],
-    }
+    settings = {"rounds": rounds, "steps": steps, "warmup": warmup, "launch": launch}
     lab.bench(loaded, active, recipe, settings, only or [], overwrite)
 
 

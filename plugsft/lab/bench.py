@@ -10,7 +10,6 @@ from ..base.atomic import write_text
 from ..base.console import format_count, print_table, progress, say
 from ..base.errors import PlugsftError, RecipeError, Stopped, choices
 from ..hooks import DATA
-from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.contracts import SPECS, contract_of, hook_mark
@@ -25,7 +24,7 @@ from .timing import (
     in_rounds,
     name_without,
 )
-from .trials import LEFT_OUT_ALWAYS, Changes, Trial, TrialRunner, refuse_ranks, trials
+from .trials import LEFT_OUT_ALWAYS, Trial, TrialRunner, refuse_ranks, trials
 
 JSON = "bench.json"
 SILENT = ("check", "summary", "record")
@@ -125,20 +124,10 @@ def bench(
 ) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds.
 
-    `settings` has the options that figures depend on: rounds, steps, warmup, launch and instead.
+    `settings` has the options that figures depend on: rounds, steps, warmup and launch.
     """
     refuse_ranks("bench")
     contenders = choose_contenders(active, only)
-    instead: dict[str, Changes] = {}
-    for text in settings["instead"]:
-        name, _, change = text.partition(":")
-        path_of_key, _, value = change.partition("=")
-        if name in contenders.optional and value:
-            instead.setdefault(name, {})[path_of_key] = value_of(value)
-        else:
-            raise RecipeError(
-                f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
-            )
     file = Path(f"{recipe.folder}-bench") / JSON
     report = {
         **head(),
@@ -153,7 +142,7 @@ def bench(
         },
         "rounds": [],
     }
-    running = BenchRun(contenders, instead, file, report)
+    running = BenchRun(contenders, file, report)
     if file.exists() and '"contenders": {' not in file.read_text(encoding="utf8", errors="replace"):
         raise RecipeError(
             f"{file} was not written by plugsft bench; give another folder (output=...)"
@@ -180,8 +169,6 @@ class BenchRun:
     """A bench while it runs."""
 
     contenders: Contenders
-    instead: dict[str, Changes]
-    """Plugin -> keys to set where it is off."""
     file: Path
     report: dict[str, Any]
     """Written after each round."""
@@ -201,10 +188,8 @@ class BenchRun:
             def run(name: str) -> Figures | None:
                 if name in failed:
                     return None
-                left_out, changes = trials[name], Changes()
-                for plugin in left_out:
-                    changes |= self.instead.get(plugin, {})
-                figures = read_figures(runner.run(changes, self.steps, left_out))
+                left_out = trials[name]
+                figures = read_figures(runner.run({}, self.steps, left_out))
                 advance(1, name)
                 if figures["error"]:
                     error = figures["error"].splitlines()[-1]

@@ -196,8 +196,6 @@ class Forecast:
     strategy: Strategy
     memory: Memory
     fits: bool
-    host: int = 0
-    """Bytes of activations in host memory."""
 
 
 class Traced(NamedTuple):
@@ -237,7 +235,7 @@ class Forecaster:
                     config: Any = scratch_config(new, self.epoch.vocabulary)
                 else:
                     config = load_config(recipe.model)
-                self._models[key, casts] = MetaModel(recipe, active, config, casts, self._gpu)
+                self._models[key, casts] = MetaModel(recipe, active, config, casts)
             traced = f"{key} {shape} {casts}"
             if traced not in self._traces:
                 model = self._models[key, casts]
@@ -260,7 +258,7 @@ class Forecaster:
             trace = traced.traces[strategy.casts_weights]
             memory = peak_memory(strategy, traced.weights, trace, setting)
             fits = memory.total + cluster.reserved <= cluster.memory
-            forecasts.append(Forecast(strategy, memory, fits, trace.host))
+            forecasts.append(Forecast(strategy, memory, fits))
         return forecasts
 
 

@@ -8,9 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
-from operator import call
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,10 +38,8 @@ from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 
-LAYERS, HEAD, HOST, GRADIENTS = range(4)
-"""Owners of memory: embeddings and layers, the loss head after them, the host, the gradients."""
-MIN_BYTES = 1_000_000
-"""Smallest activation that is moved by default."""
+LAYERS, HEAD, GRADIENTS = range(3)
+"""Owners of memory: embeddings and layers, the loss head after them, the gradients."""
 FLASH = "plugsft_forecast"
 """Attention like a fused kernel: it stores inputs and output only."""
 UNSHARDED = 100_000
@@ -63,8 +58,6 @@ class Trace:
     """[LAYERS or HEAD, moment]: bytes."""
     gradients: Ints
     """[moment]: bytes of finished gradients."""
-    host: int
-    """Most bytes in host memory."""
 
 
 @dataclass
@@ -76,11 +69,6 @@ class _Allocation:
     watch: Any
     """Tells when the memory is freed."""
 
-    @property
-    def counted(self) -> int:
-        """Bytes; torch rounds pinned host memory up to a power of two."""
-        return 1 << (self.size - 1).bit_length() if self.owner == HOST else self.size
-
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
     """Records every allocation of a tensor until it is freed."""
@@ -89,7 +77,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
         self._live: dict[int, _Allocation] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.owner, self.bytes = LAYERS, [0, 0, 0, 0]
+        self.owner, self.bytes = LAYERS, [0, 0, 0]
         self.moments: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
@@ -116,70 +104,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         """Count a finished gradient apart from activations; it stays until the step."""
         assert parameter.grad is not None
         key = parameter.grad.untyped_storage()._cdata
-        self.move({key}, GRADIENTS)
-        if self._live.pop(key, None):
+        if allocation := self._live.pop(key, None):
+            self.bytes[allocation.owner] -= allocation.size
+            self.bytes[GRADIENTS] += allocation.size
             self._known.add(key)
-
-    def move(self, storages: set[int], owner: int) -> None:
-        """Count memory for another owner."""
-        for key in storages & self._live.keys():
-            allocation = self._live[key]
-            self.bytes[allocation.owner] -= allocation.counted
-            allocation.owner = owner
-            self.bytes[owner] += allocation.counted
         self.moments.append(tuple(self.bytes))
 
     def _free(self, key: int) -> None:
         if (allocation := self._live.pop(key, None)) is not None:
-            self.bytes[allocation.owner] -= allocation.counted
-
-
-class Offload:
-    """Moves what each layer saves: to the host after the next layer, and back one layer ahead."""
-
-    def __init__(self, layers: list[Any], min_bytes: int | None) -> None:
-        self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
-        for layer in layers:
-            inner = layer._gradient_checkpointing_func if layer.gradient_checkpointing else call
-            layer._gradient_checkpointing_func = partial(self._run, inner)
-            layer.gradient_checkpointing = True
-
-    def start(self, tracer: Tracer) -> None:
-        """Start a pass of the model."""
-        self._tracer = tracer
-        self._saved: list[set[int]] = []
-        """Storages that the pass of each layer saved."""
-
-    def _run(self, inner: Callable[..., Any], forward: Any, *inputs: Any) -> Any:
-        number = len(self._saved)
-        self._saved.append(set())
-        shared = {
-            tensor.untyped_storage()._cdata
-            for tensor in tree_leaves(getattr(forward, "keywords", {}))
-            if isinstance(tensor, Tensor)
-        }
-        with saved_tensors_hooks(partial(self._pack, number, shared), self._unpack):
-            output = inner(forward, *inputs)
-        if number:
-            self._tracer.move(self._saved[number - 1], HOST)
-        return output
-
-    def _pack(self, number: int, shared: set[int], tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        # A linear layer saves its weight, or the cast that autocast made of it, transposed.
-        is_weight = tensor.dim() == 2 and tensor.stride(0) == 1
-        if is_weight or storage.nbytes() < self._min_bytes or storage._cdata in shared:
-            return tensor
-        self._saved[number].add(storage._cdata)
-        return number, tensor
-
-    def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, Tensor):
-            return packed
-        number, tensor = packed
-        for saved in self._saved[max(0, number - 1) : number + 1]:
-            self._tracer.move(saved, LAYERS)
-        return tensor
+            self.bytes[allocation.owner] -= allocation.size
 
 
 @dataclass
@@ -244,7 +177,6 @@ class MetaModel:
         active: Active,
         config: PretrainedConfig,
         casts_weights: bool = False,
-        gpu: bool = False,
     ) -> None:
         self.recipe, self._active = recipe, active
         self._mode = FakeTensorMode()
@@ -269,10 +201,6 @@ class MetaModel:
             self.layers = decoder_layers(self.model, "")
         except RecipeError:
             self.layers = []
-        offloaded = recipe.provides("offloaded_activations")
-        # A CPU's ranks have one memory.
-        layers = self.layers if offloaded and gpu else []
-        self._offload = Offload(layers, offloaded.value if offloaded else None)
 
     def weights(self) -> Weights:
         """Count the parameters."""
@@ -351,7 +279,6 @@ class MetaModel:
         """Compute a loss and its gradients; record the memory at each moment."""
         model = self.model
         tracer = Tracer([*model.parameters(), *model.buffers()])
-        self._offload.start(tracer)
         in_backward = False
 
         def enter_head(_module: Any, _inputs: Any, output: Any) -> None:
@@ -377,9 +304,8 @@ class MetaModel:
         for hook in hooks:
             hook.remove()
         model.zero_grad()
-        moments = np.array(tracer.moments, np.int64).reshape(-1, 4).T
-        host = int(moments[HOST].max(initial=0))
-        return Trace(moments[[LAYERS, HEAD]], moments[GRADIENTS], host)
+        moments = np.array(tracer.moments, np.int64).reshape(-1, 3).T
+        return Trace(moments[[LAYERS, HEAD]], moments[GRADIENTS])
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
         fused = self.recipe.provides("fused_head")

@@ -34,6 +34,8 @@ EXPLAINED = {
     "total": "the peak of one rank",
 }
 """What the rows of the table count."""
+NOT_FORECAST = ("fused_kernels", "compiled_layers", "offloaded_activations")
+"""Capabilities whose plugins save memory that is not traced."""
 
 
 def plan(
@@ -74,7 +76,7 @@ def plan(
                     "is the name or address of machine 0. Slurm and torchrun fill them in: see "
                     "recipes/launch/ (plugsft init launch)"
                 )
-    for line in notes(recipe, cluster, forecasts):
+    for line in notes(recipe, forecasts):
         say(line)
 
 
@@ -178,7 +180,7 @@ def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
     return f"plugsft launch {words} {ranks}{nodes}"
 
 
-def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:
+def notes(recipe: Recipe, forecasts: Sequence[Forecast]) -> list[str]:
     """The assumptions and limits of the forecast."""
     lines = []
     after = [each.strategy.name for each in forecasts if each.memory.activations < 1e6]
@@ -187,13 +189,7 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
             f"note: under {', '.join(after)} memory peaks at the end of the backward pass, when "
             "activations are freed"
         )
-    savers = [*recipe.providers("fused_kernels"), *recipe.providers("compiled_layers")]
-    if names := " and ".join(saver.table for saver in savers):
-        lines.append(f"note: memory that {names} save is not subtracted")
-    host = max(forecast.host for forecast in forecasts)
-    if host and (offloaded := recipe.provides("offloaded_activations")):
-        lines.append(
-            f"note: {offloaded.table} keeps {format_size(host)} of each rank's activations in host "
-            f"memory, {format_size(host * cluster.per_machine)} a machine"
-        )
+    savers = [saver.table for name in NOT_FORECAST for saver in recipe.providers(name)]
+    if names := " and ".join(savers):
+        lines.append(f"note: memory that {names} save{'s' * (len(savers) == 1)} is not subtracted")
     return lines
