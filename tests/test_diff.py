@@ -69,8 +69,7 @@ def test_runs_that_differ(runs):
     assert any(summary in line for line in parts["plugins"])
     data = cells(parts["data"])
     assert data["examples"] == ["24", "30", "+25%"]
-    assert "tokens of B: other data, or another split of it" in data
-    assert "tokens of B: data.train_on was 'assistant' and is now 'all'" in data
+    assert any(line.startswith("the tokens differ in data, options.train_on") for line in data)
     assert {"versions", "machine", "precision"} <= {*parts["same"][0].split(", ")}
 
 

@@ -440,7 +440,7 @@ def test_a_run_takes_tokens_that_were_prepared_elsewhere(named, tmp_path):
         assert again.returncode == 0 and fresh.returncode == 0, again
 
 
-def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
+def test_tokens_of_another_recipe_are_refused_with_the_parts_that_differ(named, tmp_path):
     folder, recipe = named
     other = tmp_path / "other.jinja"
     other.write_text(CHATML.read_text() + "{# the same, almost #}")
@@ -451,13 +451,8 @@ def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
         f"model.chat_template={other}",
     )
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    for words in (
-        f"data.tokens: {folder} was prepared with other settings: other data, or another split",
-        "another chat template",
-        "data.max_length was 256 and is now 100",
-        "data.train_on was 'assistant' and is now 'last'",
-    ):
-        assert words in result.stderr, result.stderr
+    parts = "data, options.max_length, options.train_on, template; undo the change"
+    assert f"data.tokens: {folder} was prepared with another {parts}" in result.stderr
     for wrong in (tmp_path / "run/model", tmp_path / "nowhere"):
         result = run_plugsft(recipe(tokens=str(wrong)))
         assert result.returncode == 2 and "data.tokens: " in result.stderr, result.stderr

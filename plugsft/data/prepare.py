@@ -21,7 +21,7 @@ from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..base.types import Rendered, Row
-from ..recipe.parse import differences
+from ..recipe.parse import differing_parts
 from ..recipe.tables import Data, Recipe
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
@@ -243,9 +243,10 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
         data.work.tokenizer.day = key["day"]
     if not data.sources:
         key["data"] = stored_key["data"]
-    if lines := list(differences(stored_key, key)):
+    if parts := differing_parts(stored_key, key):
         raise RecipeError(
-            [f"data.tokens: {folder} was prepared with other settings: {line}" for line in lines]
+            f"data.tokens: {folder} was prepared with another {', '.join(parts)}; undo the change "
+            "(its facts.json has the values as key_parts), or prepare again"
         )
     return _name_sources(tokens, data.work)
 

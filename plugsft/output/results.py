@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..base.console import print_table, say
 from ..base.errors import PlugsftError
-from ..recipe.parse import differences, flatten
+from ..recipe.parse import differing_parts, flatten
 from .folder import how_to_continue, read_recipe, read_run
 from .run_record import RunRecord, figure, finite, label
 
@@ -102,8 +102,8 @@ def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
     for title in ("versions", "machine", "model", "precision"):
         yield title, differing(a.table(title), b.table(title)), []
     for title, one, other in (("data", a.data, b.data), ("eval", a.eval, b.eval)):
-        changes = differences(one.key_parts, other.key_parts) if one and other else ()
-        lines = [f"tokens of B: {change}" for change in dict.fromkeys(changes)]
+        parts = differing_parts(one.key_parts, other.key_parts) if one and other else []
+        lines = [f"the tokens differ in {', '.join(parts)}"] if parts else []
         yield title, differing(a.table(title), b.table(title)), lines
     rows = [*results(a, b)]
     for title in ("throughput", "batches", "memory", "seconds"):

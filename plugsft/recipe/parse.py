@@ -8,14 +8,6 @@ import tomli_w
 from ..base.limits import parse_toml
 from .tables import Recipe
 
-DIFFERENCES = {
-    "format": "another version of the format",
-    "data": "other data, or another split of it",
-    "tokenizer": "another tokenizer",
-    "template": "another chat template, or other stop tokens",
-    "day": "a chat template that writes the date, and another day",
-}
-
 
 def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
     """Yield the keys and types of a table, or of a plugin's options."""
@@ -78,26 +70,8 @@ def value_of(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """Describe each difference between two cache keys in a line."""
-    for part, description in DIFFERENCES.items():
-        if old.get(part) != new.get(part):
-            yield description
-    for table in ("options", "stages", "plugins", "encoders"):
-        before, after = (flatten(key.get(table) or {}) for key in (old, new))
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                yield _describe_difference(table, name, before.get(name), after.get(name))
-
-
-def _describe_difference(table: str, name: str, old: Any, new: Any) -> str:
-    if table == "options":
-        return f"data.{name} was {old!r} and is now {new!r}"
-    if table == "stages":
-        return f"another version of plugsft's stage '{name}'"
-    plugin, _, rest = name.partition(".")
-    if old is None or new is None:
-        return f"plugins.{plugin} was {'off' if old is None else 'on'}"
-    if rest == "source":
-        return f"the source of plugin '{plugin}' has changed"
-    return f"plugins.{plugin}.{rest.partition('.')[2]} was {old!r} and is now {new!r}"
+def differing_parts(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Name the parts in which two cache keys differ: "data", "options.max_length"."""
+    before, after = flatten(old), flatten(new)
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if before.get(name) != after.get(name)]
