@@ -219,7 +219,7 @@ def test_arguments_of_another_kind_are_refused_with_the_kind_to_give(tables, tmp
     circle["model"] = circle
     for options, message in (
         ({"recipe": None}, "recipe=None: give a recipe file, or a dict of tables"),
-        ({"recipe": circle}, "recipe: nested deeper than 64 levels"),
+        ({"recipe": circle}, "recipe: nested too deeply"),
         (
             {"plugins": Watching()},
             r"plugins=Watching\(.*\): give a list of objects",

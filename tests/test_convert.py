@@ -265,7 +265,7 @@ ALIASES = "a0: &a0 [x]\n" + "\n".join(
         ),
         ('{"base_model": "\\ud800", "datasets": [{"path": "d"}]}', [], "surrogates not allowed"),
         (ALIASES, [], "more than 100,000 values"),
-        ("a: &a [*a]", [], "nested deeper"),
+        ("a: &a [*a]", [], "recursion depth"),
         (f"{AXOLOTL}\n2024-01-01: x", [], "cannot be read as YAML or JSON: keys must be str"),
         (f"{AXOLOTL}\nwarmup_ratio: 1.5", [], "warmup_ratio = 1.5: it should be a share: at least"),
         ("model_name_or_path: m\ndataset_name: d\nwarmup_ratio: 1e308", [], "should be a share"),

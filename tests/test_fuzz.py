@@ -280,7 +280,7 @@ def test_any_row_is_rendered_or_bad_with_a_reason(tokenizer, tmp_path, train_on)
     read = find_lines(tmp_path / "rows.jsonl").read(0, count)
     for number, row in enumerate(read):
         if isinstance(row, str):
-            assert row == "nested deeper than 200 levels"
+            assert row == "nested too deeply"
             continue
         try:
             made = render_rows([row], tokenizer, data)

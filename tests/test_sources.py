@@ -169,7 +169,7 @@ def test_a_bad_line_is_one_bad_row(tmp_path):
     reasons = [*["not a JSON object"] * len(bad)]
     reasons[1] = reasons[7] = "not UTF-8"
     reasons[5], reasons[8] = (
-        "nested deeper than 200 levels",
+        "nested too deeply",
         "the key 'text' is there more than once",
     )
     assert rows == [{"text": "good"}, *reasons, {"text": "good"}]

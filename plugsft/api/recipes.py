@@ -18,7 +18,7 @@ import tomli_w
 
 from ..base.checksums import digest
 from ..base.errors import PluginError, RecipeError
-from ..base.limits import TABLES, check_depth
+from ..base.limits import limited_depth
 from ..hooks import PLUGIN
 from ..recipe.read import read
 from ..recipe.tables import Recipe
@@ -172,12 +172,11 @@ def read_source(
     if isinstance(plugins, Mapping):
         overrides, plugins = {**overrides, "plugins": plugins}, ()
     try:
-        for tables in (recipe, overrides):
-            check_depth(tables, TABLES)
+        with limited_depth():
+            given, overrides = _plain(recipe), _plain(overrides)
     except ValueError as error:
         raise RecipeError(f"{path}: {error}") from error
-    tables = _plain(recipe) if isinstance(recipe, Mapping) else read(path)
-    tables = merged(tables, _plain(overrides))
+    tables = merged(given if isinstance(recipe, Mapping) else read(path), overrides)
     own = describe_plugins(plugins)
     add_objects(tables, own, path)
     return Source(tables, path, own, [without] if isinstance(without, str) else without)

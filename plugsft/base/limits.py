@@ -1,25 +1,26 @@
-"""Limits on the nesting of files that users give.
-
-Beyond a few hundred levels, Python's own functions (JSON, TOML, copy, repr) raise RecursionError,
-each at another depth. So depth is checked once, on reading.
-"""
+"""Read files that users give; refuse those that are nested deeper than Python can follow."""
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-DEPTH = 200
-"""Most levels of JSON in data; also the limit of pydantic's parser, which is tried first."""
-TABLES = 64
-"""Most levels of tables and lists in a recipe."""
-
 
 class NestedTooDeep(ValueError):
-    """The levels of a value are more than plugsft parses."""
+    """The levels of a value are more than Python can follow."""
+
+
+@contextmanager
+def limited_depth() -> Iterator[None]:
+    """Turn the RecursionError of a block that reads a value into NestedTooDeep."""
+    try:
+        yield
+    except RecursionError:
+        raise NestedTooDeep("nested too deeply") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -28,31 +29,16 @@ def parse_json(text: str | bytes) -> Any:
         return from_json(text, cache_strings="keys")
     except (TypeError, ValueError):
         # The standard library also takes lone surrogates, byte order marks and other encodings.
-        try:
-            value = json.loads(text)
-        except RecursionError:
-            raise NestedTooDeep(f"nested deeper than {DEPTH} levels") from None
-        return check_depth(value, DEPTH)
+        with limited_depth():
+            return json.loads(text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raise ValueError if it is invalid or nested too deeply."""
-    try:
+    with limited_depth():
         tables = tomllib.loads(text)
-    except RecursionError:
-        raise NestedTooDeep(f"nested deeper than {TABLES} levels") from None
-    check_depth(tables, TABLES)
-    return tables
-
-
-def check_depth(value: Any, most: int) -> Any:
-    """Pass a value of dicts and lists; raise ValueError if it is nested too deeply."""
-    level, depth = [value], 0
-    while level := [child for container in level for child in _containers(container)]:
-        depth += 1
-        if depth > most:
-            raise NestedTooDeep(f"nested deeper than {most} levels")
-    return value
+        repr(tables)  # the parser itself takes any number of dots in a key
+        return tables
 
 
 def read_text(path: Path) -> str:
@@ -77,12 +63,3 @@ def path_inside(folder: Path, name: str) -> Path:
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"it names {name}, outside of its folder")
     return folder / path
-
-
-def _containers(container: Any) -> list[Any]:
-    """List the dicts and lists directly inside a dict or list."""
-    if isinstance(container, Mapping):
-        container = list(container.values())
-    if not isinstance(container, list):
-        return []
-    return [child for child in container if isinstance(child, Mapping | list)]

@@ -23,7 +23,7 @@ from ..base.atomic import (
 )
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
-from ..base.limits import TABLES, check_depth, parse_toml, read_json_object, read_text
+from ..base.limits import parse_toml, read_json_object, read_text
 from ..checkpoint.same_run import LOCK, open_lock
 from ..recipe.capabilities import Capability
 from ..recipe.parse import flatten
@@ -291,7 +291,7 @@ def read_run(folder: Path) -> RunRecord:
     """A run's record; run.json of a run that was killed is older than its last step."""
     path = folder / "run.json"
     try:
-        facts = check_depth(read_json_object(path), TABLES)
+        facts = read_json_object(path)
         run = RunRecord.model_validate({**facts, "facts": facts, "folder": folder})
     except OSError as error:
         reason = "is no run's output: it has no readable run.json; name a run's output folder"

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..base.limits import check_depth, parse_json
+from ..base.limits import parse_json
 
 SAMPLES = "samples.jsonl"
 """File in the output: step, prompt and answer in each line."""
@@ -15,7 +15,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
-            line = check_depth(parse_json(text), 2)
+            line = parse_json(text)
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines

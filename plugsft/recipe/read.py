@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..base.errors import RecipeError, did_you_mean, reason_of
-from ..base.limits import TABLES, check_depth, parse_toml, read_text
+from ..base.limits import parse_toml, read_text
 from .explain import EXAMPLE, explain
 from .parse import value_of
 from .tables import DATA_FILES, Recipe
@@ -43,10 +43,6 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         if not sign or not key.strip():
             raise RecipeError(f"'{override}': an override is written key.path=value")
         _put(raw, key.strip().split("."), value_of(text), override)
-    try:
-        check_depth(raw, TABLES)
-    except ValueError as error:
-        raise RecipeError(f"an override: {error}") from error
     return raw
 
 

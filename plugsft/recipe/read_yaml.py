@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from ..base.errors import RecipeError
-from ..base.limits import TABLES, NestedTooDeep
+from ..base.limits import limited_depth
 
 FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 RULES = {
@@ -33,16 +33,15 @@ def parse_yaml(text: str, path: str) -> dict[str, Any]:
     try:
         loader = yaml.SafeLoader(text)
         loader.yaml_implicit_resolvers = RESOLVERS
-        root = loader.get_single_node()
-        tables = {} if root is None else _Values(path).of(root, ())
+        with limited_depth():
+            root = loader.get_single_node()
+            tables = {} if root is None else _Values(path).of(root, ())
     except yaml.MarkedYAMLError as error:
         problem = f"{error.problem}".replace("but found", "found")
         hint = LAYOUT if re.search(r"\\t|block|mapping values|expected ':'", problem) else ""
         raise ValueError(f"{problem}{_place(error.problem_mark)}{hint}") from error
     except yaml.YAMLError as error:  # a character that no text file has
         raise ValueError(str(error).partition("\n")[0]) from error
-    except RecursionError:
-        raise NestedTooDeep(f"nested deeper than {TABLES} levels") from None
     if not isinstance(tables, dict):
         raise ValueError("it should have tables, such as model:, data: and train:")
     return tables
@@ -57,8 +56,6 @@ class _Values:
     def of(self, node: yaml.Node, keys: tuple[str, ...]) -> Any:
         """Return the value of the node at `keys`."""
         self.count += 1
-        if len(keys) > TABLES:
-            raise NestedTooDeep(f"nested deeper than {TABLES} levels")
         if self.count > MOST_VALUES:
             raise ValueError(f"it has more than {MOST_VALUES:,} values, as its aliases repeat them")
         kind = node.tag.removeprefix(TAG)

@@ -11,7 +11,7 @@ import yaml
 
 from ...base.console import say
 from ...base.errors import PlugsftError, RecipeError, choices, reason_of
-from ...base.limits import TABLES, NestedTooDeep, parse_toml, read_text
+from ...base.limits import parse_toml, read_text
 from ...recipe.read_yaml import MOST_VALUES
 from ...registry.load import resolve
 from ..overview import schema_text
@@ -59,14 +59,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         return node
 
 
-def values(value: Any, depth: int = 0) -> Iterator[Any]:
+def values(value: Any) -> Iterator[Any]:
     """Yield a value, and all values inside it."""
-    if depth > TABLES:
-        raise NestedTooDeep(f"nested deeper than {TABLES} levels")
     yield value
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from values(inner, depth + 1)
+            yield from values(inner)
 
 
 def recipe_text(c: Conversion, name: Path) -> str:
