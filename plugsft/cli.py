@@ -16,7 +16,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from . import __version__
 from .base.console import print_error, say
-from .base.errors import PlugsftError, RecipeError, Stopped, choices, quiet_libraries, refusal_of
+from .base.errors import PlugsftError, RecipeError, Stopped, choices
+from .base.for_commands import quiet_libraries, refusal_of
 from .base.launch_files import explain_missing
 from .commands import data, lab, model, recipes, show, train
 from .commands.options import RECIPES

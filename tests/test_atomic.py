@@ -32,7 +32,7 @@ from plugsft.base.atomic import (
     writing,
 )
 from plugsft.base.build_once import Claims, once
-from plugsft.base.errors import refusal_of
+from plugsft.base.for_commands import refusal_of
 
 BUILDER = """
 import os, sys, time

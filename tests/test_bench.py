@@ -24,7 +24,7 @@ from conftest import (
 )
 from plugin_packages import activate, install
 
-from plugsft.base.console import print_table
+from plugsft.base.for_commands import print_table
 from plugsft.lab.bench import BOTH, LEARNS, NO_STEP, READS, choose_contenders
 from plugsft.lab.timing import (
     FASTER,

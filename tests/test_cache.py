@@ -33,7 +33,7 @@ from plugsft.base import checksums as digests
 from plugsft.base.atomic import HOST_ID, damage, is_whole, publish
 from plugsft.base.build_once import PATIENCE
 from plugsft.base.checksums import add_checksum, cached_file_digest, digest, parse_checksummed
-from plugsft.base.console import parse_size
+from plugsft.base.for_commands import parse_size
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft.base.console import parse_size
 from plugsft.base.errors import RecipeError
+from plugsft.base.for_commands import parse_size
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffle
 from plugsft.data.defaults import DataDefaults

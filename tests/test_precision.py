@@ -29,7 +29,7 @@ from plugsft.recipe.tables import Model
 
 SIGNAL_AT_ITS_END = """
 import ctypes
-from plugsft.ranks.launcher import watch_launcher
+from plugsft.start.before_run import watch_launcher
 
 watch_launcher()
 number = ctypes.c_int()

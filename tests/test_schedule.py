@@ -13,9 +13,10 @@ from transformers import TrainingArguments, get_scheduler
 from plugsft.base.errors import PluginError, RecipeError
 from plugsft.commands.recipes import check
 from plugsft.lab.trials import trials
-from plugsft.model.schedule import Schedule, ensure_schedule, schedule_factor, warmup_steps
+from plugsft.model.schedule import Schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
+from plugsft.start.before_run import ensure_schedule
 
 
 def optimizer():

@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any
 
 from plugsft.commands.overview import claims_of, make_schema, table_in, type_in_words
-from plugsft.recipe.parse import value_of
+from plugsft.recipe.explain import value_of
 from plugsft.registry.discover import BUNDLED, find, load_class
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/reference.md"

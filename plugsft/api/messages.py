@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
+from ..base.errors import LaunchError, PlugsftError
+from ..base.for_commands import quiet_libraries, refusal_of
 
 PathLike = str | Path
 RecipeLike = PathLike | Mapping[str, Any]

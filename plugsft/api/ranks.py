@@ -17,7 +17,8 @@ from typing import TextIO
 
 import psutil
 
-from ..base.errors import LaunchError, PlugsftError, quiet_libraries, refusal_of
+from ..base.errors import LaunchError, PlugsftError
+from ..base.for_commands import quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
 from ..recipe.tables import Recipe

@@ -27,13 +27,14 @@ from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
 from ..model.checks import ensure_example_weights
 from ..model.config import ensure_ids_known, ensure_model_fits
-from ..model.schedule import ScheduleDefaults, ensure_schedule, factors_of, long_warmup
+from ..model.schedule import ScheduleDefaults, factors_of, long_warmup
 from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
 from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
+from ..start.before_run import ensure_schedule
 from ..start.train import warnings_of
 from .rows import audit
 

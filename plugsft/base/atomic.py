@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from .checksums import digest, file_digest
-from .console import format_size, say
+from .console import format_size
 from .errors import DISK_FULL, DiskError, PlugsftError, reason_of
 from .limits import parse_json, path_inside, read_text
 from .machine import free_disk
@@ -190,14 +190,6 @@ def damage(folder: Path, quick: bool = False, share: tuple[int, int] = (0, 1)) -
     except (OSError, ValueError) as error:
         return reason_of(error)
     return None if stamps else "its manifest lists no file"
-
-
-def warn_of_changes(folder: Path) -> None:
-    """Warn of a folder of plugsft's that is not as it was written, as a quick check finds."""
-    with suppress(ValueError):
-        read_manifest(folder)
-        if wrong := damage(folder, quick=True):
-            say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
 
 
 def foreign_files(folder: Path, sized: bool = False) -> list[Path]:

@@ -1,10 +1,9 @@
 """Console output: one line per event, progress bars on a terminal, nothing on other ranks."""
 
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,16 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .errors import PlugsftError
 from .machine import env_number
 
 CONTROLS = dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 CONTROLS |= {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 """Control characters -> pictures of them, as many."""
-SIZES = "GiB is 2^30 bytes, GB 10^9."
-"""The help of each option that reads a size."""
-UNITS = {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
-UNITS |= {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class _Console(Console):
@@ -48,17 +42,6 @@ err = _console(stderr=True)
 def say(text: str) -> None:
     """Print one line, on the main process only."""
     out.print(text, markup=False)
-
-
-def print_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> None:
-    """Print rows with aligned columns; those of the numbers `right` end at one place."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.rjust(width) if number in right else text.ljust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        say("  ".join(cells).rstrip())
 
 
 def say_at_once(text: str) -> None:
@@ -127,11 +110,3 @@ def _line_by_line(label: str, total: int, unit: str) -> Callable[[int, str], Non
             say(f"{label}: {done:,} of {total:,} {unit}, {note}, about {left} left")
 
     return advance
-
-
-def parse_size(text: str, option: str = "size") -> int:
-    """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in UNITS:
-        raise PlugsftError(f"{option}: given '{text}'; write it as 20GiB, 500MB, or in bytes")
-    return round(float(match[1]) * UNITS[match[2]])

@@ -17,7 +17,6 @@ libraries that nobody needs are hidden.
 """
 
 import errno
-import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
@@ -38,19 +37,6 @@ MEMORY = (
 REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its path is a file"}
 """Error number of the operating system -> plain words, where its own are not."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (
-    *DISK_FULL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,  # the rest: of a file server
-    errno.ESTALE,
-    errno.EBUSY,
-    errno.ENOTEMPTY,
-)
-"""Errors of the operating system whose own message is enough."""
-QUIET = ("bitsandbytes", "torchao", "torch.utils._pytree")
-"""Loggers that warn of packages that no run needs; peft imports these if they are installed."""
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -144,26 +130,6 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     names = {option.lower(): option for option in options}
     close = get_close_matches(word.lower(), names, n=1, cutoff=0.57)
     return f"; did you mean '{names[close[0]]}'?" if close else ""
-
-
-def refusal_of(error: BaseException) -> PlugsftError | None:
-    """Return an operating system's refusal as an error of one line."""
-    if not isinstance(error, OSError):
-        return None
-    # An error with notes comes from a plugin or names rows. But for a full disk, it needs its
-    # traceback.
-    notes = getattr(error, "__notes__", [])
-    if error.errno not in (DISK_FULL if notes else REFUSED):
-        return None
-    refused = PlugsftError("; ".join([f"{error.filename or 'disk'}: {reason_of(error)}", *notes]))
-    refused.__cause__ = error
-    return refused
-
-
-def quiet_libraries() -> None:
-    """Show only errors of the loggers in QUIET."""
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def explain_load_error(path: str, error: Exception) -> str:

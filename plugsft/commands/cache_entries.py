@@ -13,8 +13,9 @@ from typing import Any
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep, writing
 from ..base.build_once import Claims, build_folders
 from ..base.checksums import cache_folder
-from ..base.console import format_size, print_table, say
+from ..base.console import format_size, say
 from ..base.errors import DataError, DiskError, reason_of
+from ..base.for_commands import print_table
 from ..base.limits import read_json_object
 from ..tokens.store import Tokens
 

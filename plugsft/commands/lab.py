@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ..base.console import SIZES
+from ..base.for_commands import SIZES
 from .options import Launch, Overrides, RecipeFile, Without, same_words
 
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]

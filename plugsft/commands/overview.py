@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ..base.console import print_table, say
+from ..base.console import say
 from ..base.errors import RecipeError, did_you_mean
+from ..base.for_commands import print_table
 from ..hooks import CORE
 from ..recipe.parse import fields, resolved
 from ..recipe.tables import Recipe

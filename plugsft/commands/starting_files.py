@@ -8,8 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from ..base.atomic import replace_file
-from ..base.console import print_table, say
+from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, choices, reason_of
+from ..base.for_commands import print_table
 from ..base.launch_files import bundled_folder
 from ..hooks import is_core
 from ..registry.discover import PLUGIN_PACKAGE, find

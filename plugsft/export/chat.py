@@ -15,7 +15,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..base.atomic import warn_of_changes
 from ..base.console import is_terminal, out, say
 from ..base.errors import TRUST, PlugsftError, explain_load_error
 from ..data.load_tokenizer import pad_id
@@ -23,7 +22,7 @@ from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns
 from ..model.load import grow_embeddings
 from ..model.published import from_files
-from ..output.folder import ADAPTER, base_model
+from ..output.folder import ADAPTER, base_model, warn_of_changes
 from .answers import Answers
 from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization, rows_with_added_tokens

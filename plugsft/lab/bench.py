@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.atomic import write_text
-from ..base.console import format_count, print_table, progress, say
+from ..base.console import format_count, progress, say
 from ..base.errors import PlugsftError, RecipeError, Stopped, choices
+from ..base.for_commands import print_table
 from ..hooks import DATA
 from ..recipe.tables import Recipe
 from ..registry.active import Active

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..base.console import format_count, format_size, out, parse_size, say
+from ..base.console import format_count, format_size, out, say
 from ..base.errors import PlugsftError, RecipeError, Stopped
+from ..base.for_commands import parse_size
 from ..base.machine import look
 from ..base.types import Ints
 from ..batches.defaults import BatchDefaults

@@ -103,16 +103,6 @@ class Point(NamedTuple):
         return (self.done - self.warmup) / (self.total - self.warmup)
 
 
-def ensure_schedule(train: Train) -> None:
-    """Refuse options that the schedule does not take."""
-    if train.warmup and train.schedule == "constant":
-        raise RecipeError(
-            f"train.warmup: given {train.warmup:g}, but the schedule 'constant' has no warm-up; "
-            'set train.schedule = "constant_with_warmup"'
-        )
-    schedule_factor(train, train.steps or 100)
-
-
 def warmup_steps(train: Train, total: int) -> int:
     """Count the steps of the warm-up as transformers' Trainer does: a share rounds up."""
     return math.ceil(train.warmup * total) if train.warmup < 1 else int(train.warmup)

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from ..base.atomic import (
     HOST_ID,
+    damage,
     foreign_files,
     is_published,
     list_checkpoints,
     parse_step,
-    warn_of_changes,
+    read_manifest,
     writing,
 )
 from ..base.console import say
@@ -48,6 +49,14 @@ def ensure_inputs(recipe: Recipe, path: Path) -> None:
     """Refuse a recipe (the file `path`) with paths that it cannot read."""
     if problems := wrong_inputs(recipe, path):
         raise RecipeError([*problems.values()])
+
+
+def warn_of_changes(folder: Path) -> None:
+    """Warn of a folder of plugsft's that is not as it was written, as a quick check finds."""
+    with suppress(ValueError):
+        read_manifest(folder)
+        if wrong := damage(folder, quick=True):
+            say(f"warning: {folder}: {wrong}. If you have not changed it, copy the folder again")
 
 
 def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:

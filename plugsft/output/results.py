@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base.console import print_table, say
+from ..base.console import say
 from ..base.errors import PlugsftError
+from ..base.for_commands import print_table
 from ..recipe.parse import differing_parts, flatten
 from .folder import how_to_continue, read_recipe, read_run
 from .run_record import RunRecord, figure, finite, label

@@ -1,13 +1,10 @@
-"""The launcher of this process: found in its environment; its death ends this process in order."""
+"""The launcher of this process, found in its environment, and the signal of its death."""
 
-import ctypes
 import os
 import signal
 
 LAUNCHER_ENDED = signal.SIGUSR2
 """What the system sends to a rank when its launcher ends; without a handler, it ends the rank."""
-PR_SET_PDEATHSIG = 1
-"""From Linux's prctl.h: the signal that this process gets when its parent ends."""
 
 
 def started_too_few() -> bool:
@@ -25,16 +22,3 @@ def by_accelerate() -> bool:
     It always sets this variable. The precision's is no sign: people export that one themselves.
     """
     return "ACCELERATE_DYNAMO_BACKEND" in os.environ
-
-
-def watch_launcher() -> None:
-    """End this process in order when its launcher dies: nobody else would end it.
-
-    Processes without a launcher, such as a shell's background jobs, are not watched: they go on
-    when their shell ends.
-    """
-    if by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
-        if os.getppid() != launcher:  # it ended a moment ago
-            os.kill(os.getpid(), LAUNCHER_ENDED)

@@ -9,7 +9,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic_core import ErrorDetails
 
 from ..base.errors import did_you_mean
-from .parse import fields, table_at, value_of
+from ..base.limits import parse_toml
+from .parse import fields, table_at
 from .tables import short
 
 WANTED = {
@@ -27,6 +28,15 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {
 }
 """pydantic's type of error -> the types of value that are written without quotes."""
 EXAMPLE = "`plugsft init sft` writes an example"
+
+
+def value_of(text: str) -> Any:
+    """Parse a value as TOML, else take it as a string, so that paths need no quotes."""
+    try:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def explain(

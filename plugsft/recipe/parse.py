@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import tomli_w
 
-from ..base.limits import parse_toml
 from .tables import Recipe
 
 
@@ -59,15 +58,6 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     if "sources" in tables["data"]:
         del tables["data"]["split"]
     return tables
-
-
-def value_of(text: str) -> Any:
-    """Parse a value as TOML, else take it as a string, so that paths need no quotes."""
-    try:
-        parsed = parse_toml(f"value = {text}")
-    except ValueError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def differing_parts(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from ..base.errors import RecipeError, did_you_mean, reason_of
 from ..base.limits import parse_toml, read_text
-from .explain import EXAMPLE, explain
-from .parse import value_of
+from .explain import EXAMPLE, explain, value_of
 from .tables import DATA_FILES, Recipe
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
 from ..base.machine import Machine
 from ..checkpoint.same_run import STATE, ensure_same_run, own_keys
+from ..model.schedule import schedule_factor
 from ..output.folder import (
     describe_results,
     ensure_ours,
@@ -27,13 +30,16 @@ from ..output.folder import (
     read_recipe,
     results_of,
 )
-from ..ranks.launcher import watch_launcher
+from ..ranks.launcher import LAUNCHER_ENDED, by_accelerate
 from ..recipe.parse import anchored, defaults_of, flatten
-from ..recipe.tables import Recipe
+from ..recipe.tables import Recipe, Train
 from ..registry.active import Active
 
 if TYPE_CHECKING:
     from .train import Start
+
+PR_SET_PDEATHSIG = 1
+"""From Linux's prctl.h: the signal that this process gets when its parent ends."""
 
 
 @contextmanager
@@ -166,3 +172,26 @@ def has_checkpoint(recipe: Recipe) -> bool:
     if done:
         say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
     return False
+
+
+def ensure_schedule(train: Train) -> None:
+    """Refuse options that the schedule does not take."""
+    if train.warmup and train.schedule == "constant":
+        raise RecipeError(
+            f"train.warmup: given {train.warmup:g}, but the schedule 'constant' has no warm-up; "
+            'set train.schedule = "constant_with_warmup"'
+        )
+    schedule_factor(train, train.steps or 100)
+
+
+def watch_launcher() -> None:
+    """End this process in order when its launcher dies: nobody else would end it.
+
+    Processes without a launcher, such as a shell's background jobs, are not watched: they go on
+    when their shell ends.
+    """
+    if by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
+        if os.getppid() != launcher:  # it ended a moment ago
+            os.kill(os.getpid(), LAUNCHER_ENDED)

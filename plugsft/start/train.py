@@ -40,9 +40,8 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Start) -> No
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from ..model.schedule import ensure_schedule
     from ..output.folder import ensure_inputs
-    from .before_run import output_folder
+    from .before_run import ensure_schedule, output_folder
 
     ensure_inputs(recipe, path)
     ensure_schedule(recipe.train)

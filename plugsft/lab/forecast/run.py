@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ...base.console import format_size, parse_size, print_table, progress, say
+from ...base.console import format_size, progress, say
 from ...base.errors import PlugsftError, choices
+from ...base.for_commands import parse_size, print_table
 from ...base.machine import look
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
