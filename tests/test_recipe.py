@@ -68,6 +68,14 @@ def problems(path, *overrides):
             {"train": {"epochs": 0.2}},
             "train.epochs: given 0.2; it should be a whole number; or set train.steps",
         ),
+        ({"train": {"warmup": 2.7}}, "train.warmup: given 2.7; from 1 on it is a number of steps"),
+        (
+            {
+                "eval": {"source": "e.jsonl"},
+                "checkpoint": {"keep_best": "eval_loss", "best": "highest"},
+            },
+            'checkpoint: best = "highest" would keep the worst model: eval_loss is a loss',
+        ),
         ({"train": {"seed": -1}}, "train.seed: given -1; it should be greater than or equal to 0"),
         (
             {"train": {"learning_rate": float("nan")}},

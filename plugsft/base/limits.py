@@ -1,5 +1,6 @@
 """Read files that users give; refuse those that are nested deeper than Python can follow."""
 
+import copy
 import json
 import tomllib
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raise ValueError if it is invalid or nested too deeply."""
     with limited_depth():
         tables = tomllib.loads(text)
-        repr(tables)  # the parser itself takes any number of dots in a key
+        copy.deepcopy(tables)  # the parser itself takes any number of dots in a key
         return tables
 
 

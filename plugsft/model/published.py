@@ -28,7 +28,8 @@ def auto_class(config: Any, text_only: bool = False) -> Any:
 def build(config: Any, text_only: bool = False, **options: Any) -> Any:
     """Build the model of a configuration, with random weights or none."""
     auto = auto_class(config, text_only)
-    return take_out(auto.from_config(config, **options), auto)
+    model = auto.from_config(config, **options)
+    return take_out(model) if auto is AutoModelForMultimodalLM else model
 
 
 def read_config(path: str, options: Mapping[str, Any]) -> Any:
@@ -43,13 +44,13 @@ def from_files(path: str, text_only: bool = False, **options: Any) -> tuple[Any,
     """Load a model with its weights; return it, and the names that its files lack."""
     auto = auto_class(read_config(path, options), text_only)
     model, info = auto.from_pretrained(path, output_loading_info=True, **options)
-    return take_out(model, auto), info["missing_keys"]
+    if auto is AutoModelForMultimodalLM:
+        take_out(model)
+    return model, info["missing_keys"]
 
 
-def take_out(model: Any, auto: Any = AutoModelForMultimodalLM) -> Any:
+def take_out(model: Any) -> Any:
     """Remove what is neither the decoder nor the head of a model that sees; return the model."""
-    if auto is not AutoModelForMultimodalLM:
-        return model
     ends = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
     kept = {module for end in ends if end is not None for module in end.modules()}
     around = {module for module in model.modules() if not kept.isdisjoint(module.modules())} - kept

@@ -369,6 +369,15 @@ class Train(Table):
         text = f"; train.steps = {self.steps} replaces train.epochs = {self.epochs}"
         return text if self.steps and "epochs" in self.model_fields_set else ""
 
+    @field_validator("warmup")
+    @classmethod
+    def _whole_warmup(cls, warmup: float) -> float:
+        if warmup > 1 and warmup % 1:
+            raise ValueError(
+                f"given {warmup}; from 1 on it is a number of steps, and should be whole"
+            )
+        return warmup
+
     @field_validator("epochs", mode="before")
     @classmethod
     def _whole_epochs(cls, epochs: Any) -> Any:
@@ -391,6 +400,15 @@ class Checkpoint(Table):
     well, and becomes the final model."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of `keep_best` is the best."""
+
+    @model_validator(mode="after")
+    def _keeps_the_lowest_loss(self) -> Self:
+        if self.best == "highest" and (self.keep_best or "").endswith("loss"):
+            raise ValueError(
+                f'best = "highest" would keep the worst model: {self.keep_best} is a loss; remove '
+                "best"
+            )
+        return self
 
     def interval(self, steps: int) -> int:
         """Return the steps between checkpoints; 0 means only at the end."""
