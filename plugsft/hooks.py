@@ -287,8 +287,8 @@ class Hooks(Protocol):
     def add_columns(self, model: RunModel, tokens: Tokens, ranks: Ranks) -> Tokens:
         """Add columns that need the model; return the tokens.
 
-        Called once per data set, before step 1. `RunModel.score` computes losses, `Ranks.artefact`
-        caches results.
+        Called once per data set, before step 1. `RunModel.score` computes losses; the kit's
+        `artefact` caches results.
         """
 
     @stage

@@ -7,8 +7,10 @@ from .model.defaults import decay_groups
 from .model.for_plugins import decoder_layers, find_modules, meta_model
 from .model.published import meta_copy
 from .model.tensor_shards import num_weights, shard_of, whole_shape
+from .ranks.artefacts import artefact
 
 __all__ = [
+    "artefact",
     "buffer",
     "decay_groups",
     "decoder_layers",

@@ -15,6 +15,8 @@ ENTERS = """
     import numpy as np
     import torch
 
+    from plugsft.kit import artefact
+
     @plugin()
     class Enters:
         folder: str
@@ -64,7 +66,9 @@ ENTERS = """
                 "generate": lambda: model.generate(["hello"], max_tokens="x" if wrong else 2),
                 "load_frozen": load,
                 "swapped": swap,
-                "artefact": lambda: ranks.artefact({"try": self.next()}, build, lambda *_: "read"),
+                "artefact": lambda: artefact(
+                    ranks, {"try": self.next()}, build, lambda *_: "read"
+                ),
                 "agree": agree,
             }
 

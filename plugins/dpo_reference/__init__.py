@@ -56,12 +56,14 @@ class DpoReference:
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
         """Load the log-probabilities or compute them; recompute some as a check."""
+        from plugsft.kit import artefact
+
         from .log_probs import LogProbs
         from .reference_pass import ReferencePass
 
         tokens = yield
         reference_pass = ReferencePass(self, model, tokens, ranks)
-        log_probs = ranks.artefact(reference_pass.key, reference_pass.build, LogProbs)
+        log_probs = artefact(ranks, reference_pass.key, reference_pass.build, LogProbs)
         reference_pass.recheck(log_probs)
         tokens.columns = {**tokens.columns, "reference": log_probs.values}
         self.results.append(self.describe(reference_pass, log_probs))

@@ -12,11 +12,10 @@ what must be equal. A rank that fails elsewhere, as in a forward, ends the other
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ import xxhash
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.build_once import once
 from ..base.errors import LaunchError, Stopped, TrainError
 from ..hooks import Hooks
-from .failures import PeerError, describe_failure, watch
+from .failures import PeerError, watch
 from .stopping import Stopping, Vote
 
 LONGEST = timedelta(hours=4)
@@ -39,8 +37,6 @@ KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Gloo's messages for a lost process."""
-BUILD, CACHED, FAILED = "build", "cached", "failed"
-"""Messages of the main process to the other ranks in `artefact`."""
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -207,7 +203,7 @@ class Ranks:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.data_rank, self.data_size = self.rank, self.size
         """The rank's number among those that train on different examples, and their number."""
-        self._accelerator, self._hooks = accelerator, hooks
+        self.hooks, self._accelerator = hooks, accelerator
 
     def agree(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; if it fails on one, all ranks raise.
@@ -222,55 +218,3 @@ class Ranks:
             local = values.to(self._accelerator.device)
             summed: Tensor = self._accelerator.reduce(local, reduction="sum")
             return summed
-
-    def artefact(
-        self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
-    ) -> Any:
-        """Return `read` of the cache entry of a key; build the entry if it is missing.
-
-        All ranks build together: the main process with the folder, the others with None. A build
-        that all of them left together, as its disk is full, may begin again in another place.
-
-        The main process alone asks for the entry, and tells the others what to do: to join a build,
-        to end with its error, or to take what it has read.
-        """
-        with agreed("opening an artefact"):
-            pass
-        if self.rank:
-            return self._build_with_main(build)
-        failed: list[Exception] = []
-
-        def fill(folder: Path) -> None:
-            if failed:
-                raise failed[0]
-            from_main((BUILD, None))
-            try:
-                build(folder)
-            except Exception as error:
-                if self.size > 1 and not is_known_to_all(error):
-                    failed.append(error)  # the others are still in `build`
-                raise
-
-        try:
-            value = self._hooks.cache(key=key, build=functools.partial(once, fill=fill), read=read)
-        except Exception as error:
-            if not failed:
-                from_main((FAILED, describe_failure(error)))
-            raise
-        return from_main((CACHED, value))[1]
-
-    def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
-        """Join each build of the main process; return its value."""
-        own: Exception | None = None
-        while True:
-            message, value = from_main()
-            if message == CACHED:
-                return value
-            if message == FAILED:
-                raise own or PeerError(f"rank 0 failed: {value}")
-            try:
-                build(None)
-            except Exception as error:
-                if not is_known_to_all(error):
-                    raise  # ends the run: `ending_together`
-                own = None if isinstance(error, PeerError) else error
