@@ -1,4 +1,4 @@
-"""Every decoder family of transformers as a tiny model."""
+"""Every decoder family of transformers as a tiny model, and those that see around a decoder."""
 
 import re
 from copy import deepcopy
@@ -8,6 +8,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -17,13 +18,16 @@ from transformers import (
     PretrainedConfig,
     Qwen3Config,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from plugsft.model.load import persistent_buffers
 from plugsft.plugins.bfd_packing.attention import ATTENTION, attend_per_document
 
-FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 3_000_000
+DECODERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 8_000_000
 # The name of a number in a configuration -> its upper limit.
 SIZES = {
     r"(^|_)vocab_size|n_token|num_vocab|vocab_size_per_layer_input": VOCABULARY,
@@ -111,45 +115,152 @@ def layer_lists(table: dict[str, Any], count: int) -> list[list[Any]]:
 
 
 HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
+MAMBA = {"n_groups": 1, "mamba_num_heads": 8}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+INDEXER |= {"indexer_budget": 8, "indexer_compress_ratio": 2}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 4, "head_dim": 16}
+LINEAR |= {"rope_parameters": MROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+PATCHES = {"depth": 2, "num_position_embeddings": 16, "patch_size": 4, "out_hidden_size": 32}
+STARTS = {"vision_start_token_id": VOCABULARY - 9, "audio_start_token_id": VOCABULARY - 8}
+DEEPSTACK = PATCHES | {"deepstack_visual_indexes": [0, 1]}
+SQUARE = {"image_size": 8, "patch_size": 4}
+PIXELS = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
 # Values that depend on other numbers, or have no default.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {"4": 2}},
     "bamba": HEADS,
+    "cosmos3_edge": {"text_config": MROPE},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
     "falcon_h1": HEADS | {"mamba_d_ssm": 64},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3": {
+        "mm_tokens_per_image": 4,
+        "text_config": {"sliding_window": 16, "query_pre_attn_scalar": 8},
+        "vision_config": SQUARE | {"vision_use_head": False},
+    },
+    # Layers that use the keys of layers below, and wider heads in every second one.
+    "gemma4": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {key: {"head_dim": 16} for key in "13"},
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "sliding_window": 16,
+        },
+        "vision_config": {"patch_size": 4, "position_embedding_size": 64},
+    },
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16}},
+    "glm46v": {"text_config": MROPE},
+    "glm4v": {"text_config": MROPE},
+    "glm4v_moe": {"text_config": {"head_dim": 16} | MROPE},
+    "glm5_next": {"text_config": {"index_kpool": 1}},
+    "glm_ocr": {"text_config": MROPE},
+    "glmga": {"text_config": MROPE},
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1] * 4,
+        "vision_config": {"hidden_size": 64},
+    },
     "granitemoehybrid": HEADS,
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": CONVOLUTION,
+    "lfm2_vl": {"text_config": CONVOLUTION},
+    # Layers that attend to chunks, and experts in one.
+    "llama4": {
+        "text_config": {
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "moe_layers": [1],
+        },
+        "vision_config": SQUARE | PIXELS | {"intermediate_size": 128},
+    },
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
+    "mistral3": {"tie_word_embeddings": False, "vision_config": SQUARE},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemo_speechlm": {"text_config": MAMBA},
     "nemotron": {"num_key_value_heads": 2},
-    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8},
+    "nemotron_h": MAMBA,
+    "nemotron_h_omni": {"text_config": MAMBA},
+    "paddleocr_vl": {"text_config": MROPE},
+    "qwen2_5_omni_thinker": {"text_config": MROPE} | STARTS,
+    "qwen2_5_vl": {"text_config": MROPE},
+    "qwen2_vl": {"text_config": MROPE, "vision_config": {"embed_dim": 32, "depth": 2}},
+    "qwen3_5": {"text_config": LINEAR, "vision_config": PATCHES},
+    "qwen3_5_moe": {"text_config": LINEAR, "vision_config": PATCHES},
+    "qwen3_omni_moe_thinker": STARTS,
+    "qwen3_vl": {"text_config": MROPE, "vision_config": DEEPSTACK},
+    "qwen3_vl_moe": {"text_config": MROPE, "vision_config": DEEPSTACK},
+    "qwen4_exp": {"text_config": INDEXER, "vision_config": PATCHES},
+    "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True},
+    "step3p7": {"text_config": {"sliding_window": 16}},
 }
+
+
+def merge(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with the values of another, also in the tables inside."""
+    inside = {
+        name: merge(table[name], value)
+        for name, value in other.items()
+        if isinstance(value, dict) and isinstance(table.get(name), dict)
+    }
+    return table | other | inside
+
+
+def sees(family: str) -> bool:
+    """Tell whether a family sees or hears: a decoder, and what makes inputs of it from images."""
+    config_class = CONFIG_MAPPING[family]
+    return (
+        family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        and "text_config" in config_class.sub_configs
+        and not getattr(config_class, "is_encoder_decoder", False)
+    )
 
 
 def tiny_config(family: str) -> PretrainedConfig:
     """Return a tiny configuration of a family."""
     config_class = CONFIG_MAPPING[family]
-    table = shrink(config_class().to_dict())
-    return config_class.from_dict({**table, **SETTINGS.get(family, {})})
+    table = config_class().to_dict()
+    for part in config_class.sub_configs:
+        name = f"{family}_{part.removesuffix('_config')}"
+        if table.get(part) is None and name in CONFIG_MAPPING:
+            table[part] = CONFIG_MAPPING[name]().to_dict()
+    table = shrink(table)
+    # Tokens that stand for images are the last ones, which no text has.
+    marks = [name for name in table if re.search(r"(?<!bos_|eos_|pad_)token_(id|index)$", name)]
+    if sees(family):
+        table |= {name: VOCABULARY - 1 - number for number, name in enumerate(marks)}
+    return config_class.from_dict(merge(table, SETTINGS.get(family, {})))
 
 
-def build(family: str) -> Any:
-    """Return a tiny model of a family, with random weights."""
+def build(family: str, text_only: bool = False) -> Any:
+    """Return a tiny model of a family as it is published, with random weights; or its decoder."""
+    published = sees(family) and not text_only
+    auto: Any = AutoModelForMultimodalLM if published else AutoModelForCausalLM
     config = tiny_config(family)
     with torch.device("meta"):
-        size = sum(
-            parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()
-        )
+        size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return auto.from_config(config)
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -20,8 +20,17 @@ from typing import Any
 import torch
 import transformers
 from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
-from families import FAMILIES, VOCABULARY, build, saved_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from families import DECODERS, VOCABULARY, build, saved_tensors, sees
+from peft import PeftModel, get_peft_model_state_dict
+from published import stored
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from plugsft import loop, run
@@ -32,32 +41,66 @@ from plugsft.model.load import ModelLoad
 from plugsft.registry.load import load
 from plugsft.start.before_run import find_checkpoints
 
+SEEING = [family for family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if sees(family)]
+FAMILIES = sorted({*DECODERS, *SEEING})
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5
 """Largest relative difference of loss and gradient norm from the plain run's."""
+ADAPTERS = "adapter_model.safetensors"
 RESULTS, PAGE = ROOT / "tests/data/families.json", ROOT / "docs/families.md"
 FINE = ("yes", "bit for bit")
+NAMES = {
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5",
+    "gemma4": "Gemma 4",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "GLM-4.5",
+    "glm4v_moe": "GLM-4.5V",
+    "glm46v": "GLM-4.6V",
+    "glm_moe_dsa": "GLM-5",
+    "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "deepseek_v4": "DeepSeek-V4",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron 3",
+    "nemotron_h_omni": "Nemotron 3",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2",
+    "lfm2_vl": "LFM2-VL",
+    "mistral3": "Mistral Small 3.1",
+    "llama4": "Llama 4",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL",
+    "kimi_k25": "Kimi K2.6",
+    "minimax_m3_vl": "MiniMax M3",
+}
+"""Families that people ask for, and what people call them."""
 POPULAR = (
-    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "mistral", "ministral"),
-    *("mixtral", "gemma2", "gemma3_text", "gemma3", "gpt_oss", "deepseek_v3", "phi3", "glm4"),
-    *("glm4_moe", "olmo2", "olmo3", "smollm3", "granite", "llama4_text", "cohere2", "falcon_h1"),
-    *("gpt2", "gpt_neox"),
+    *(*NAMES, "llama", "qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("mistral", "ministral", "mixtral", "gemma2", "gemma3_text", "gemma3", "phi3", "glm4"),
+    *("olmo2", "olmo3", "smollm3", "granite", "llama4_text", "cohere2", "falcon_h1", "gpt2"),
+    *("gpt_neox",),
 )
 """Families that come first on the page."""
 MEASURED = re.compile(r"(?<=\bby )\d[\d.e+-]*%?")
 """A measured difference in a refusal's text."""
 HEAD = """# Families of models
 
-Decoder families of transformers {version} that build from a tiny configuration: {count}.
-Each was trained for two steps in float32 on a CPU, in real runs.
+Families of transformers {version} that build from a tiny configuration: {count}.
+Those with a star see or hear: {seeing}. They are built whole, as they are published, and
+[trained on text](train.md#models-that-see). Others are what `AutoModelForCausalLM` builds.
+Each that is not refused was trained for two steps in float32 on a CPU, in real runs.
 `python tests/family_runs.py` writes this page; tests/test_model_families.py compares with it.
 
-- whole, sharded: each number is that of plain `from_pretrained`; sharded reads rows of the files.
+- whole, sharded: each trained number is that of plain `from_pretrained`; sharded reads rows of the
+  files. With a star, whole compares the logits of a text, too.
 - trained, resumed: two steps; going on after the first ends with the same weights, bit for bit.
-- read back: plain transformers finds every tensor of `model/`.
+- read back: plain transformers finds every tensor of `model/`. With a star, its published class
+  does, and what is not the language model has the bytes of the base's files.
 - ends: plain `generate` stops at the chat template's end of a turn.
 - packed, fused: loss and gradient norm are those of the plain run, or the run is refused before.
-- lora: adapters are trained, saved, and read back by transformers and peft.
+- lora: adapters are trained, saved, and read back by transformers and peft. With a star,
+  `AutoModelForMultimodalLM` loads the model that they belong to.
 """
 
 
@@ -103,12 +146,31 @@ class Trial:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
         model.save_pretrained(self.model)
-        self.reference = saved_tensors(read(self.model))
+        self.sees = family in SEEING
+        self.reference = saved_tensors(self.read(self.model))
+        self.text, self.around = {*self.reference}, dict[str, Any]()
+        if self.sees:
+            self.text = language_model(model)
+            self.around = self.files_around(model)
+
+    def files_around(self, model: Any) -> dict[str, Any]:
+        """Return what the files have outside of the language model: what changes with it alone."""
+        with torch.no_grad():
+            for name, tensor in saved_tensors(model).items():
+                tensor.add_(name not in self.text)
+        model.save_pretrained(self.bench.folder / "other")
+        before, after = stored(self.model), stored(self.bench.folder / "other")
+        around = {name: before[name] for name in before if before[name] != after[name]}
+        assert 0 < len(around) < len(before)
+        return around
 
     def whole(self) -> str:
-        """Load the whole model: every number equals plain transformers'."""
-        tensors = saved_tensors(ModelLoad(str(self.model), {"dtype": torch.float32}).load_model())
-        ensure_equal(tensors, self.reference)
+        """Load the whole model: every number equals plain transformers', and its logits of text."""
+        model = ModelLoad(str(self.model), {"dtype": torch.float32}).load_model()
+        self.ensure_loaded(saved_tensors(model))
+        if self.sees:
+            mine, plain = (logits(one) for one in (model, self.read(self.model)))
+            torch.testing.assert_close(mine, plain, rtol=0, atol=1e-5)
         return "yes"
 
     def sharded(self) -> str:
@@ -116,7 +178,7 @@ class Trial:
         loading = ModelLoad(str(self.model), {"dtype": torch.float32}, empty=True)
         model = loading.load_model()
         if not loading.files.shapes:
-            ensure_equal(saved_tensors(model), self.reference)
+            self.ensure_loaded(saved_tensors(model))
             return "whole on each rank"
         names, tensors = loading.names_in_files(model), saved_tensors(model)
         for name in [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -131,7 +193,7 @@ class Trial:
                 loading.files.numbers(stored, *cut) for cut in ((0, size // 2), (size // 2, size))
             ]
             tensors[name] = torch.cat(parts).view(parameter.shape)
-        ensure_equal(tensors, self.reference)
+        self.ensure_loaded(tensors)
         return "yes"
 
     def trained(self) -> str:
@@ -146,16 +208,20 @@ class Trial:
         shutil.rmtree(resumed_run / "model")
         self.bench.run(self.model, "again", {}, resume=True)
         ensure_equal(
-            saved_tensors(read(resumed_run / "model")), saved_tensors(read(self.plain / "model"))
+            saved_tensors(self.read(resumed_run / "model")),
+            saved_tensors(self.read(self.plain / "model")),
         )
         return "bit for bit"
 
     def read_back(self) -> str:
         """Plain transformers finds every tensor in `model/`."""
-        tensors = saved_tensors(read(self.plain / "model"))
-        assert tensors.keys() == self.reference.keys(), min({*tensors} ^ {*self.wanted})
+        tensors = saved_tensors(self.read(self.plain / "model"))
+        assert tensors.keys() == self.reference.keys(), min({*tensors} ^ {*self.reference})
         changed = [name for name in tensors if not torch.equal(tensors[name], self.reference[name])]
         assert changed, "no weight has moved"
+        files = stored(self.plain / "model")
+        other = [name for name, tensor in self.around.items() if files.get(name) != tensor]
+        assert not other, f"{len(other)} tensors are not the base's: {other[0]}"
         return "yes"
 
     def ends(self) -> str:
@@ -180,8 +246,11 @@ class Trial:
         with warnings.catch_warnings():
             # transformers names experts to peft that the adapters do not have.
             warnings.filterwarnings("ignore", r"The following \w+_pattern keys", RuntimeWarning)
-            tensors = saved_tensors(read(run / "model"))
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+            tensors = saved_tensors(self.read(run / "model"))
+            model = PeftModel.from_pretrained(self.read(self.model), run / "model")
         assert any("lora_B" in name and tensor.any() for name, tensor in tensors.items())
+        ensure_equal(get_peft_model_state_dict(model), load_file(run / "model" / ADAPTERS))
         return "yes"
 
     def compare_with_plain(self, name: str, plugins: dict[str, Any]) -> str:
@@ -194,10 +263,33 @@ class Trial:
         assert error <= CLOSE, f"{error:.0e} off the plain run"
         return "yes"
 
+    def ensure_loaded(self, tensors: dict[str, Any]) -> None:
+        """Compare what is trained with plain transformers' numbers."""
+        ensure_equal(tensors, {name: self.reference[name] for name in self.text})
 
-def read(folder: Path) -> Any:
-    """Load a model with plain transformers."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def read(self, folder: Path) -> Any:
+        """Load a model with plain transformers, which finds all of it if it was published."""
+        auto: Any = AutoModelForMultimodalLM if self.sees else AutoModelForCausalLM
+        model, found = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        lost = [name for names in found.values() for name in names] if self.sees else []
+        assert not lost, f"transformers does not load {lost[0]} from {folder.name}/"
+        return model
+
+
+def language_model(model: Any) -> set[str]:
+    """Return the names of the tensors that text passes in a model that sees."""
+    ends = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+    tensors = {
+        tensor for end in ends if end is not None for tensor in [*end.parameters(), *end.buffers()]
+    }
+    return {name for name, tensor in saved_tensors(model).items() if tensor in tensors}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Return a model's logits of a text."""
+    result: torch.Tensor = model.eval()(input_ids=torch.arange(9)[None], use_cache=False).logits
+    return result
 
 
 def ensure_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -250,7 +342,8 @@ def table(families: dict[str, dict[str, str]], reasons: list[str]) -> list[str]:
     """Return the lines of a table of families; add the reasons that are new."""
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for family, outcomes in families.items():
-        cells = []
+        title = f"{family} ({NAMES[family]})" if family in NAMES else family
+        cells = [title + " *" * (family in SEEING)]
         for column in COLUMNS:
             word, _, reason = outcomes.get(column, "").partition(": ")
             # The measured numbers are in families.json; families with the same reason share a line.
@@ -258,7 +351,7 @@ def table(families: dict[str, dict[str, str]], reasons: list[str]) -> list[str]:
             if reason and reason not in reasons:
                 reasons.append(reason)
             cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else word)
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -274,7 +367,9 @@ def write_page(results: dict[str, dict[str, str]]) -> None:
     reasons: list[str] = []
     lines = ["## Popular families", "", *table(popular, reasons)]
     lines += ["", f"## Other families that do all of it: {len(fine)}", ""]
-    lines += textwrap.wrap(", ".join(fine), 120, break_on_hyphens=False)
+    lines += textwrap.wrap(
+        ", ".join(name + "*" * (name in SEEING) for name in fine), 120, break_on_hyphens=False
+    )
     lines += ["", "## Other families", ""]
     lines += table({name: others[name] for name in others if name not in fine}, reasons)
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
@@ -284,7 +379,9 @@ def write_page(results: dict[str, dict[str, str]]) -> None:
         if "built" in outcomes
     ]
     text = [
-        HEAD.format(count=len(built), version=transformers.__version__),
+        HEAD.format(
+            count=len(built), seeing=len({*built} & {*SEEING}), version=transformers.__version__
+        ),
         *lines,
         "\n## Reasons\n",
         *notes,

@@ -1,4 +1,4 @@
-"""Model families: every decoder of transformers, built from a tiny configuration."""
+"""Model families: decoders of transformers, and those that see, from tiny configurations."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FULL, only_full, run_launch
-from families import FAMILIES, build
-from family_runs import COLUMNS, FINE, Bench, family_results, read_committed
+from families import build
+from family_runs import COLUMNS, FAMILIES, FINE, Bench, family_results, read_committed
 from launching import config
 
 from plugsft.base import console
@@ -40,9 +40,9 @@ def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
         assert found == {family: {"empty": True, "wrong": []} for family in RENAMED}
 
 
-# Of each kind: dense, windows, convolutions with transposed weights, experts renamed, with buffers
-# and without, linear attention, a state space.
-CORE = ["llama", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "minimax", "gpt_oss", "mamba2"]
+# Of each kind: dense, windows and eyes, convolutions with transposed weights, experts renamed, with
+# buffers and without, linear attention, a state space.
+CORE = ["llama", "gemma3", "gpt2", "mixtral", "deepseek_v3", "minimax", "gpt_oss", "mamba2"]
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,14 @@ def test_a_family_passes_or_is_refused(bench, family):
         pytest.skip(results["built"])
     failed = {name: result for name, result in results.items() if result.startswith("FAILED")}
     assert not failed and "built" not in results, results
-    for column in set(COLUMNS) - {"packed", "fused", "lora"}:
-        assert results[column] in (*FINE, "whole on each rank"), results
+    if family in CORE or word(results["trained"]) != "refused":
+        for column in set(COLUMNS) - {"packed", "fused", "lora"}:
+            assert results[column] in (*FINE, "whole on each rank"), results
     if family in CORE or family in read_committed():
-        if results["packed"].startswith("refused") and os.environ.get("PLUGSFT_OLDEST") == "1":
+        if (
+            results.get("packed", "").startswith("refused")
+            and os.environ.get("PLUGSFT_OLDEST") == "1"
+        ):
             pytest.skip("an older transformers: " + results["packed"])
         assert {name: word(result) for name, result in results.items()} == {
             name: word(one) for name, one in read_committed()[family].items()

@@ -18,6 +18,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
+from families import build
 from launching import config, curve
 from peft import PeftModel, get_peft_model_state_dict
 from plugin_packages import activate, install
@@ -196,6 +197,16 @@ def test_a_tensor_that_would_be_lost_is_refused(tmp_path, name):
     result = run_plugsft(recipe_of(tmp_path, base, {}))
     assert result.returncode == 2, result.stderr
     assert re.search(r"model\.path: .*\b1 tensor", result.stderr) and name in result.stderr
+
+
+@pytest.mark.parametrize("family", ["blip", "qwen2_audio"])
+def test_a_class_that_needs_more_than_text_is_refused(tmp_path, family):
+    """One asks for images; the other, for what was taken out."""
+    build(family).save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    result = run_plugsft(recipe_of(tmp_path, tmp_path / "base", {}))
+    assert result.returncode == 2, result.stderr
+    assert re.search(r"model\.path: \w+ cannot be trained on text alone, without", result.stderr)
 
 
 def test_a_stored_copy_of_a_tied_head_is_the_model_s(tmp_path):

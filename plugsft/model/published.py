@@ -73,17 +73,16 @@ def take_out(model: Any) -> Any:
 
 
 def ensure_reads_text(model: Any) -> None:
-    """Refuse a class whose forward pass asks for what was taken out, even for text."""
+    """Refuse a class whose forward pass asks for more than text, or for what was taken out."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         meta_copy(model)(input_ids=ids, use_cache=False)
-    except AttributeError as error:
-        if "NoneType" in str(error):
-            raise RecipeError(
-                f"model.path: {type(model).__name__} cannot be trained on text: it needs "
-                f"{', '.join(taken_out(model))} even there ({error}); train its language model, "
-                "saved as a model of its own"
-            ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"model.path: {type(model).__name__} cannot be trained on text alone, without "
+            f"{', '.join(taken_out(model))}: {error}; train its language model, saved as a model "
+            "of its own"
+        ) from error
     except Exception:  # a forward pass without data says nothing of other models
         return
 
