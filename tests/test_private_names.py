@@ -471,7 +471,8 @@ TRANSFORMERS = {
     "_attn_implementation": Use(
         "plugins/dpo_reference/reference_pass.py plugins/flash_attention/kernels.py "
         "plugsft/lab/forecast/meta_model.py plugsft/model/generate.py plugsft/model/load.py "
-        "plugsft/model/config.py plugins/bfd_packing/layers.py plugins/bfd_packing/proof.py",
+        "plugsft/model/config.py plugsft/model/published.py plugins/bfd_packing/layers.py "
+        "plugins/bfd_packing/proof.py",
         "the attention that a model uses; models read it themselves, under this name only",
         attention_is_named_and_set,
     ),

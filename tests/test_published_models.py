@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 import warnings
 
 import pytest
@@ -28,6 +29,7 @@ from saved_runs import checkpoint, forget, read
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from plugsft.base.atomic import publish as publish_folder
+from plugsft.model.load import ModelLoad
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 PAIRS = [{"prompt": word, "chosen": "owls", "rejected": "a dog"} for word in TEXT.split()[:8]]
@@ -280,3 +282,25 @@ def test_a_checkpoint_of_the_class_for_text_is_refused(tmp_path):
     for words in ((recipe, "--resume"), ("export", tmp_path / "run", "--to", tmp_path / "made")):
         result = run_plugsft(*words)
         assert result.returncode != 0 and "1faea179" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("more", ["modules_to_save", "train_new_tokens"])
+def test_whole_modules_and_new_tokens_are_merged(tmp_path, more):
+    base = publish("qwen3_5", tmp_path / "base")
+    adapters = {"r": 2, more: ["lm_head"] if more == "modules_to_save" else True}
+    tokens = {"add_tokens": ["<think>"]} if more == "train_new_tokens" else {}
+    recipe = recipe_of(tmp_path, base, {"lora": adapters})
+    tables = tomllib.loads(recipe.read_text())
+    tables["model"] |= tokens | {"dtype": "bfloat16"}
+    must_succeed(write_recipe(recipe, tables))
+    must_succeed("export", tmp_path / "run", "--merge", "--to", tmp_path / "merged")
+    assert {*stored(base)} <= {*stored(tmp_path / "merged")}
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
+    must_succeed("chat", tmp_path / "run", "--ask", "hello", "--max-tokens", "2")
+
+
+def test_eyes_and_ears_need_not_support_the_kernel_of_the_text(tmp_path):
+    base = publish("gemma4", tmp_path)  # whose ears compute attention in code of their own
+    load = ModelLoad(str(base), {"dtype": torch.float32, "attn_implementation": "sdpa"})
+    assert load.load_model().config.get_text_config()._attn_implementation == "sdpa"

@@ -182,7 +182,8 @@ class AdaptedModel(PeftModel):
                 f"be saved, first {wrong[0]}: they are missing or incomplete. Nothing is written; "
                 "resume from the last checkpoint"
             )
-        complete = {name: weights[name].contiguous() for name in self.shapes}
+        # Tied modules share memory, which safetensors refuses.
+        complete = {name: weights[name].contiguous().clone() for name in self.shapes}
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})

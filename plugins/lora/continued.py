@@ -141,9 +141,9 @@ class TrainedAdapters:
             lost, cure = sorted(names - stored), self.merge_first
             if extra and getattr(model, "taken_out", None):
                 cure = (
-                    "if they were trained with the model's class for text, plugsft export "
-                    f"{self.place} --to FOLDER writes them under the published names, and "
-                    "model.text_only = true trains that class"
+                    "if they are of the model's class for text, model.text_only = true goes on "
+                    f"with that class; plugsft export {self.place} --to FOLDER writes those of "
+                    "plugsft 0.1.0 and of other tools under the published names"
                 )
             raise self._refusal(
                 " does not fit this model: "

@@ -15,7 +15,7 @@ from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
 from ..hooks import Run
 from ..model.load import persistent_buffers
-from ..model.published import meta_copy
+from ..model.published import meta_copy, set_dtype
 from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import WeightFiles, find_weight_files, group_tensors
 from ..ranks.agree import agreed
@@ -77,7 +77,7 @@ def save_model(run: Run) -> None:
                 plain.save_pretrained(folder, state_dict=weights | buffers)
                 if not is_adapter:
                     # transformers writes the type of the weights in memory.
-                    plain.config.dtype = dtype
+                    set_dtype(plain.config, dtype)
                     plain.config.save_pretrained(folder)
                     run.loaded.load.kept.add_to(folder, finish_later(run.output))
                 run.tokenizer.save_pretrained(folder)

@@ -41,7 +41,7 @@ def ensure_found(model: Any, folder: Path) -> None:
 
 def module_of(name: str) -> str:
     """Return the module that a weight of an adapter is for."""
-    name = name.removeprefix(ROOT).removesuffix(".weight")
+    name = name.removeprefix(ROOT).removesuffix(".weight").partition(".token_adapter.")[0]
     return name.partition(".lora_")[0].removesuffix(".base_layer")
 
 

@@ -28,7 +28,7 @@ from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.kept_tensors import KeptTensors, kept_tensors
 from ..model.load import grow_embeddings, make_load
-from ..model.published import from_files, read_config, taken_out
+from ..model.published import from_files, read_config, set_dtype, taken_out
 from ..model.tensor_shards import shard_of
 from ..model.weight_files import sampled_digest
 from ..output.folder import ADAPTER, base_model
@@ -148,6 +148,7 @@ def merge_into(
     tokenizer = tokenizer_of(folder, trusted)
     end_generation(model, tokenizer)
     with publish(target) as building:
+        set_dtype(model.config, getattr(torch, weights))
         cast(model, getattr(torch, weights)).save_pretrained(building)
         kept.add_to(building, "put them back, and run this again")
         tokenizer.save_pretrained(building)
@@ -293,6 +294,10 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         for weight_name, weight in trained.items():
             reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
+    if is_whole:
+        dtype = getattr(torch, recipe.model.dtype)
+        cast(model, dtype)
+        set_dtype(model.config, dtype)
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)

@@ -63,8 +63,8 @@ class ModelLoad:
             model: PreTrainedModel = skeleton or self._whole()
             if self.text_only and sees(config):
                 say(
-                    f"model: trained and saved as {type(model).__name__}, for text, in place of "
-                    f"the published {config.architectures[0]}"
+                    f"model: trained and saved as {type(model).__name__}, as transformers loads "
+                    f"the published {config.architectures[0]} for text"
                 )
             else:
                 self.kept = kept_tensors(model, self.path, self.kwargs.get("revision"))

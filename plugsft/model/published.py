@@ -28,8 +28,9 @@ def auto_class(config: Any, text_only: bool = False) -> Any:
 def build(config: Any, text_only: bool = False, **options: Any) -> Any:
     """Build the model of a configuration, with random weights or none."""
     auto = auto_class(config, text_only)
+    attention = None if auto is AutoModelForCausalLM else options.pop("attn_implementation", None)
     model = auto.from_config(config, **options)
-    return take_out(model) if auto is AutoModelForMultimodalLM else model
+    return model if auto is AutoModelForCausalLM else take_out(model, attention)
 
 
 def read_config(path: str, options: Mapping[str, Any]) -> Any:
@@ -43,14 +44,18 @@ def read_config(path: str, options: Mapping[str, Any]) -> Any:
 def from_files(path: str, text_only: bool = False, **options: Any) -> tuple[Any, set[str]]:
     """Load a model with its weights; return it, and the names that its files lack."""
     auto = auto_class(read_config(path, options), text_only)
+    # The eyes may not support the kernel that the language model gets.
+    sees_too = auto is AutoModelForMultimodalLM
+    attention = options.pop("attn_implementation", None) if sees_too else None
     model, info = auto.from_pretrained(path, output_loading_info=True, **options)
-    if auto is AutoModelForMultimodalLM:
-        take_out(model)
-    return model, info["missing_keys"]
+    return take_out(model, attention) if sees_too else model, info["missing_keys"]
 
 
-def take_out(model: Any) -> Any:
-    """Remove what is neither the decoder nor the head of a model that sees; return the model."""
+def take_out(model: Any, attention: str | None = None) -> Any:
+    """Remove what is neither the decoder nor the head of a model that sees; return the model.
+
+    `attention` is the kernel that the rest gets.
+    """
     ends = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
     kept = {module for end in ends if end is not None for module in end.modules()}
     around = {module for module in model.modules() if not kept.isdisjoint(module.modules())} - kept
@@ -69,6 +74,8 @@ def take_out(model: Any) -> Any:
     model.taken_out = taken
     left = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = {*model._no_split_modules} & left
+    if attention:
+        model.set_attn_implementation(attention)
     return model
 
 
@@ -87,6 +94,13 @@ def ensure_reads_text(model: Any) -> None:
         return
 
 
+def set_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Note the type of a saved model in its configuration, and in those of its parts."""
+    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
+        if part is not None:
+            part.dtype = dtype
+
+
 def taken_out(model: Any) -> list[str]:
     """Return the names of what was taken out of a model."""
     return getattr(model, "taken_out", [])
@@ -100,6 +114,7 @@ def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
         classes = type(model).__mro__
         model_class = next(one for one in classes if not issubclass(one, FSDPModule))
     config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # a kernel wants data, and support by all parts
     # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
     nested = [getattr(config, name, None) for name in config.sub_configs]
     for each in filter(None, [config, *nested]):
