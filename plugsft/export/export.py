@@ -266,6 +266,12 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         f"model.trust_remote_code={str(trusted).lower()}",
     ]
     recipe, active = load(output / "recipe.toml", overrides, without)
+    base = Path(recipe.model.path or "")
+    if base.is_absolute() and not base.is_dir():
+        raise PlugsftError(
+            f"{path}: the model that its run began with is gone: {base}; move it back, or name its "
+            f"new place in {output / 'recipe.toml'} (model.path)"
+        )
     hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     check(active, recipe, look(), ["optimize_model"])  # no other hook is called here
     from_scratch = recipe.model.scratch is not None

@@ -21,6 +21,7 @@ from transformers.utils import (
     VIDEO_PROCESSOR_NAME,
 )
 
+from ..base.console import format_count
 from ..base.errors import CheckpointError, RecipeError, reason_of
 from .published import ensure_reads_text, meta_copy, taken_out
 from .weight_files import find_file, find_weight_files, renamed
@@ -162,10 +163,11 @@ def kept_tensors(model: Any, base: str, revision: str | None) -> KeptTensors:
     unknown = [name for name, target in unused.items() if target in info.unexpected_keys]
     if unknown:
         raise RecipeError(
-            f"model.path: the files of '{base}' hold {len(unknown):,} tensors for which "
-            f"{type(model).__name__} has no place ({min(unknown)} first); the trained model would "
-            "lack them. Its config.json may be of another model, or ask for fewer layers: download "
-            "the model again, or remove them from its files"
+            f"model.path: {type(model).__name__} has no place for "
+            f"{format_count(len(unknown), 'tensor')} in the files of '{base}', first "
+            f"{min(unknown)}; the trained model would lack them. Its config.json may be of another "
+            "model, or ask for fewer layers: download the model again, or remove them from its "
+            "files (docs/troubleshooting.md)"
         )
     kept.tensors = {name: tensors[name] for name in rest}
     modules = {name.removeprefix("model.") for name, _ in published.named_modules()}
