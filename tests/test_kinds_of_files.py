@@ -24,11 +24,10 @@ KINDS = (
     *("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.arrow"),
     *("saved", "folder of parquet", "folder of jsonl"),
 )
-# Each command and each kind by default.
+# Each command once by default, on another kind.
 SEEN = {
-    *(("prepare", "rows.parquet"), ("prepare", "rows.csv"), ("check", "rows.arrow")),
-    *(("inspect", "folder of parquet"), ("plan", "rows.json"), ("train", "rows.jsonl")),
-    *(("train", "folder of jsonl"), ("api", "saved")),
+    *(("prepare", "rows.parquet"), ("check", "rows.arrow"), ("inspect", "folder of parquet")),
+    *(("plan", "rows.json"), ("train", "rows.csv"), ("api", "saved")),
 }
 
 

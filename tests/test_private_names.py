@@ -482,7 +482,7 @@ TRANSFORMERS = {
         attention_is_put_back_without_a_check,
     ),
     "_gradient_checkpointing_func": Use(
-        f"{CHECKPOINTED} plugins/compile/layers.py plugsft/lab/forecast/meta_model.py",
+        f"{CHECKPOINTED} plugins/compile/layers.py",
         "a function of our own around each layer; gradient_checkpointing_enable takes options only",
         a_layer_is_called_by_the_function_that_it_is_given,
     ),
