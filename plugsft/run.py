@@ -16,8 +16,8 @@ from .base.errors import PluginError, Stopped
 from .base.machine import Machine
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
+from .checkpoint.contents import contents_of
 from .checkpoint.final_model import save_model
-from .checkpoint.same_run import PUBLISHED, WEIGHT_FILES
 from .checkpoint.save import Checkpoints
 from .checkpoint.state import TrainState
 from .data.defaults import DataDefaults
@@ -117,16 +117,10 @@ class Run:
         self.plan, self.schedule = plan_steps(
             recipe, self.active, accelerator, self.tokens, self.optimizer
         )
-        # What a resume must find again: a checkpoint has neither rows nor frozen weights.
-        inputs = {
-            "the data, its options or the tokenizer": self.tokens.facts["index"],
-            WEIGHT_FILES: self.loaded.files,
-        }
-        if taken_out(self.weights.plain):
-            inputs[PUBLISHED] = self.loaded.load.kept.published
+        self.contents = contents_of(self)
         state = TrainState(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
-            recipe, self.active, accelerator, state, self.plan.steps, inputs
+            recipe, self.active, accelerator, state, self.plan.steps, self.contents
         )
 
     @property

@@ -34,7 +34,7 @@ from .ranks.agree import agreed, ensure_alike
 from .ranks.connect import connect
 from .ranks.load_batches import explain_out_of_memory_in_loading
 from .ranks.optimizer_checks import ensure_uses_settings
-from .ranks.same_inputs import MODEL_FILES, SAME_INPUTS, compared_model, compared_recipe
+from .ranks.same_inputs import SAME_INPUTS, compared_model, compared_recipe
 from .ranks.sharding import (
     is_sharded,
     is_zero3,
@@ -57,8 +57,6 @@ class Loaded:
     module: Module
     optimizer: Any
     weights: Weights
-    files: str
-    """A checksum of samples of its files."""
 
 
 def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
@@ -110,7 +108,7 @@ def load_model(
         module, optimizer = shard_model(accelerator, load, model, make_optimizer)
         load.files.close()
     weights = weights_of(accelerator, module, optimizer)
-    return Loaded(load, module, optimizer, weights, compared[MODEL_FILES])
+    return Loaded(load, module, optimizer, weights)
 
 
 def plan_steps(

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from plugsft.base.atomic import list_checkpoints, parse_step
 from plugsft.base.errors import CheckpointError
 from plugsft.base.machine import look
+from plugsft.checkpoint.contents import Contents
 from plugsft.checkpoint.same_run import keys_affecting_results
 from plugsft.checkpoint.save import Checkpoints
 from plugsft.checkpoint.state import TrainState
@@ -138,7 +139,7 @@ class Run:
         self.identity = partial(keys_affecting_results, recipe, active)
         self.held = weights_of(accelerator, self.model, self.optimizer)
         self.state = TrainState(self.held, self.optimizer, LossScale(accelerator))
-        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, {})
+        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, Contents())
 
     def train(self, steps):
         for step in steps:

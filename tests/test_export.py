@@ -286,13 +286,15 @@ def test_adapters_are_not_put_onto_a_base_that_has_changed_since(run, tmp_path):
         tensors = load_file(folder / "model.safetensors")
         other = {name: one + 1 for name, one in tensors.items()}
         save_file(other, folder / "model.safetensors", {"format": "pt"})
-    changed = f"was trained on other weights than those of {base}: its files have changed since"
+    changed = f"was trained on another model than {base} is now: the weights in the model's files"
     with pytest.raises(PlugsftError, match=changed):
         export(run, True, None)
     with pytest.raises(PlugsftError, match=changed):
         load_speaker(run / "model")
     shutil.rmtree(run / "model")  # now of the checkpoint
-    with pytest.raises(PlugsftError, match="its files have changed since; put the old ones back"):
+    with pytest.raises(
+        PlugsftError, match="the weights in the model's files changed; put the old files back"
+    ):
         export(run, True, None)
 
 

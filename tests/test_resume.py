@@ -216,7 +216,7 @@ def a_newer_one(name, accelerator, recipe, active):
     run = Run("SGD", accelerator, recipe, active)
     run.train(range(1, 2))
     run.checkpoints.save(1)
-    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=7)])
+    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=8)])
 
 
 def without_a_tensor(name, accelerator, recipe, active):
@@ -297,11 +297,11 @@ SPECIAL = {
     ),
     "older": (
         an_older_one,
-        "was written by another version of plugsft (format 2; this one reads 6)",
+        "was written by another version of plugsft (format 2; this one reads 7)",
     ),
     "newer": (
         a_newer_one,
-        "was written by another version of plugsft (format 7; this one reads 6)",
+        "was written by another version of plugsft (format 8; this one reads 7)",
     ),
     "lost": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),

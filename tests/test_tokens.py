@@ -80,7 +80,11 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory):
 def test_datasets_opens_it_with_the_same_content(tmp_path_factory, shards):
     folder = tmp_path_factory.mktemp("tokens")
     everything = write(folder, shards)
-    assert datasets.load_from_disk(str(folder)).to_list() == [
+    opened = datasets.load_from_disk(str(folder)).to_list()
+    contents = [example.pop("content") for example in opened]
+    assert contents == Tokens(folder).contents.tolist()
+    assert len({*contents}) == len({str(example) for example in everything})
+    assert opened == [
         {
             "input_ids": [token for part in example for token, _ in part],
             "loss_mask": [yes for part in example for _, yes in part],

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from numpy.typing import NDArray
 
 from plugsft import DataError, Ints, reason_of
-from plugsft.data_kit import Tokens
 
 SCHEMA = pa.schema(
     {"example": pa.int64(), "id": pa.uint64(), "chosen": pa.float32(), "rejected": pa.float32()}
@@ -43,15 +41,6 @@ class LogProbs:
                 f"{folder}: damaged: {reason_of(error)}. Remove the folder; the next run "
                 "computes it again"
             ) from error
-
-
-def pair_ids(tokens: Tokens) -> Ids:
-    """Return a checksum of each pair's tokens and mask."""
-    ids = np.zeros(len(tokens), np.uint64)
-    for number in range(len(tokens)):
-        words, mask = tokens.example(number)
-        ids[number] = xxhash.xxh3_64_intdigest(words.tobytes() + np.packbits(mask).tobytes())
-    return ids
 
 
 def load_known(folder: Path, key: dict[str, Any], ids: Ids, values: Values, known: Values) -> None:

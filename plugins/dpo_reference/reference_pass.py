@@ -17,7 +17,7 @@ from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
 from plugsft.data_kit import Tokens
 from plugsft.kit import lay_out, shard_of
 
-from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
+from .log_probs import LogProbs, Values, block_file, load_known, write_block
 
 if TYPE_CHECKING:
     from . import DpoReference
@@ -81,10 +81,9 @@ class ReferencePass:
         started = time.perf_counter()
         count = len(self.tokens)
         values, known = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)
-        ids = np.zeros(0, np.uint64)
+        ids = self.tokens.contents
         with self.ranks.agree("reading known log-probabilities"):
             if folder is not None:
-                ids = pair_ids(self.tokens)
                 load_known(folder, self.key, ids, values, known)
         known = self.ranks.reduce(torch.from_numpy(known)).cpu().numpy()
         missing = np.flatnonzero(known == 0)

@@ -1,5 +1,6 @@
 """Checksums of keys and files; those of large files are cached."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -38,13 +39,10 @@ def parse_checksummed(text: str) -> dict[str, Any]:
     return facts
 
 
-def file_digest(path: Path) -> str:
-    """Make a fast checksum of a file's bytes."""
-    checksum = xxhash.xxh3_128()
+def file_digest(path: Path, algorithm: Any = xxhash.xxh3_128) -> str:
+    """Make a checksum of a file's bytes; a fast one by default."""
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            checksum.update(chunk)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def cache_folder() -> Path:
@@ -61,18 +59,18 @@ def cache_folder() -> Path:
     return Path(folder)
 
 
-def cached_file_digest(path: Path) -> str:
+def cached_file_digest(path: Path, algorithm: Any = xxhash.xxh3_128) -> str:
     """Make a file's checksum, or remember it if path, size, time and inode are unchanged."""
     now, stat = time.time(), path.stat()
     if stat.st_size < MIN_REMEMBERED_SIZE:
-        return file_digest(path)
+        return file_digest(path, algorithm)
     identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    note = cache_folder() / "files" / digest({"file": identity})
+    note = cache_folder() / "files" / digest({algorithm.__name__: identity})
     with suppress(OSError):
         known = note.read_text(errors="replace")
-        if len(known) == 32:  # all digits; else a killed process left it
+        if len(known) == 2 * algorithm().digest_size:  # else a killed process left it
             return known
-    checksum = file_digest(path)
+    checksum = file_digest(path, algorithm)
     if now - stat.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The trained model as a Hugging Face folder: gathered, written, read back, and only then named."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def save_model(run: Run) -> None:
                     run.loaded.load.kept.add_to(folder, finish_later(run.output))
                 run.tokenizer.save_pretrained(folder)
                 if is_adapter:
-                    write_base(folder, run.loaded.files, run.loaded.load.text_only)
+                    write_base(folder, run.contents.described(), run.loaded.load.text_only)
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     # Adapters keep their names in files, so no model is needed.
                     files = WeightFiles(None, folder.glob("*.safetensors"))
@@ -100,9 +101,9 @@ def finish_later(output: Path) -> str:
     )
 
 
-def write_base(folder: Path, files: str, text_only: bool) -> None:
-    """Note what adapters go with: the checksum of their base's files, and its class."""
-    (folder / BASE).write_text(json.dumps({"files": files, "text_only": text_only}))
+def write_base(folder: Path, contents: Mapping[str, Any], text_only: bool) -> None:
+    """Note what adapters go with: what their run learned from, and the class of its model."""
+    (folder / BASE).write_text(json.dumps({**contents, "text_only": text_only}, indent=1))
 
 
 def ensure_written(

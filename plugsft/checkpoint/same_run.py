@@ -1,7 +1,7 @@
 """Whether a checkpoint belongs to a recipe: the keys that affect results, compared. No torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,14 +13,12 @@ from ..recipe.parse import anchored, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-FORMAT = 6
+FORMAT = 7
 """Version of a checkpoint's files."""
+WRITERS: dict[Any, str] = {6: "plugsft 0.1.0 (commit 1faea179) or an earlier 0.2.0.dev0"}
+"""Older version of a checkpoint's files -> what wrote it."""
 STATE, LOCK = "state.json", ".plugsft.lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
-WEIGHT_FILES = "the weights in the model's files"
-"""The input of a run whose checksum says what its model was loaded from."""
-PUBLISHED = "the class of the model"
-"""The input of a run whose model sees: the published class."""
 RATE, CHANGED_RATE = "train.learning_rate", "train.learning_rate_after"
 """The peak learning rate, and its changes, which a resume may get for the steps that are left."""
 # How recipe keys begin that may differ when a run resumes: paths, batch layout and logging. Plugins
@@ -61,29 +59,20 @@ def own_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ensure_same_run(
-    path: Path, recipe: Recipe, active: Active, inputs: Mapping[str, str] = {}
+    path: Path, recipe: Recipe, active: Active, contents: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Refuse a checkpoint of another version, of another recipe, or of other inputs, if given."""
-    state = read_json(path / STATE)
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: was written by another version of plugsft (format {state.get('format')}; "
-            f"this one reads {FORMAT}): resume with that version"
-        )
-    ensure_published_class(path, state, inputs.get(PUBLISHED))
+    """Refuse a checkpoint of another version, of another recipe, or of other contents, if given."""
+    state = read_state(path)
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
     then = defaults_of(now) | state["recipe"]
-    differing = [
-        f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
-        for key in sorted({*then, *now})
-        if then.get(key) != now.get(key) and not _is_later(key, state["step"])
-    ]
-    differing += [
-        f"{name} have changed"
-        for name, checksum in inputs.items()
-        if state["inputs"].get(name) != checksum
-    ]
+    if contents:
+        now, then = now | contents["settings"], then | state["contents"]["settings"]
+    changes = [key for key in changed(then, now) if not _is_later(key, state["step"])]
+    differing = show(changes, then, now)
+    if contents:
+        then_read, now_read = state["contents"]["checksums"], contents["checksums"]
+        differing += [f"{name} changed" for name in changed(then_read, now_read)]
     if differing:
         cure = "Undo the changes"
         if then.get(RATE) != now.get(RATE):
@@ -94,19 +83,37 @@ def ensure_same_run(
             "model.path = FOLDER (if it has adapters, "
             f"{Capability.bundled('adapters').table} adapter = FOLDER)"
         )
-    if inputs and state["plugins"] != recipe.plugins:
-        say("warning: the plugins or their options differ from those of the checkpoint")
+    if contents and (noted := changed(state["contents"]["noted"], contents["noted"])):
+        say(f"warning: changed since {path.name}: {', '.join(noted)}; results may differ")
     return state
 
 
-def ensure_published_class(path: Path, state: Mapping[str, Any], published: str | None) -> None:
-    """Refuse a checkpoint from before models that see were trained as their published class."""
-    if published and PUBLISHED not in state["inputs"]:
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of itself; refuse one of another version."""
+    state = read_json(path / STATE)
+    found = state.get("format")
+    if found != FORMAT:
+        writer = WRITERS.get(found, "another version of plugsft")
         raise CheckpointError(
-            f"{path}: was written by plugsft 0.1.0 (commit 1faea179), which did not train "
-            f"{published} as it was published: its checkpoints hold other weights, or other names. "
-            "Resume or export it with that version, or begin a new run in another output folder"
+            f"{path}: was written by {writer} (format {found}; this one reads {FORMAT}): resume "
+            f"with that version, or export it with that version (plugsft export {path} --to "
+            "FOLDER) and begin a new run with model.path = FOLDER, in another output folder"
         )
+    return state
+
+
+def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what differs; "" stands for the checksum of a file that could not be read."""
+    return [
+        name
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name) and "" not in (then.get(name), now.get(name))
+    ]
+
+
+def show(names: Iterable[str], then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Show the values of what has changed."""
+    return [f"{name} was {_show(then.get(name))} and is {_show(now.get(name))}" for name in names]
 
 
 def _is_later(key: str, step: int) -> bool:

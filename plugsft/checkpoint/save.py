@@ -33,6 +33,7 @@ from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reas
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
+from .contents import Contents, same_for_all
 from .files import (
     Copies,
     ShardReader,
@@ -53,8 +54,8 @@ class Best(NamedTuple):
     step: int
     value: float
     metric: str = ""
-    tokens: int = 0
-    """The trained tokens of the rows that were evaluated."""
+    rows: str = ""
+    """The checksum of the rows that were evaluated."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ class Checkpoints:
         accelerator: Accelerator,
         state: TrainState,
         steps: int,
-        inputs: Mapping[str, str],
+        contents: Contents,
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
-        self._recipe, self._active, self._inputs = recipe, active, inputs
+        self._recipe, self._active, self._contents = recipe, active, contents
         self._state = state
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self.begun = 0
@@ -122,15 +123,11 @@ class Checkpoints:
                 f"checkpoint.keep_best: evaluations have no metric '{metric}'"
                 f"{choices(metric, metrics, 'they have:')}"
             )
-        new = Best(step, float(metrics[metric]), metric, metrics["eval_tokens"])
+        new = Best(step, float(metrics[metric]), metric, self._contents.evaluation)
         if step == 0 or not math.isfinite(new.value):
             return  # the model before step 1 has no checkpoint
-        # A resume may evaluate other rows, whose values cannot be compared.
-        if best is None or best.tokens != new.tokens:
-            self.best = new
-        else:
-            choose = min if checkpoint.best == "lowest" else max
-            self.best = choose(best, new, key=lambda one: one.value)
+        choose = min if checkpoint.best == "lowest" else max
+        self.best = choose(best or new, new, key=lambda one: one.value)
 
     @contextmanager
     def best_restored(self, step: int) -> Iterator[int]:
@@ -183,8 +180,6 @@ class Checkpoints:
             "best": self.best,
             "evaluated": self.evaluated,
             "recipe": keys_affecting_results(self._recipe, self._active),
-            "plugins": self._recipe.plugins,
-            "inputs": self._inputs,
             **described,
         }
         task = self._thread.submit(self._write, folder, state, owned, copied)
@@ -199,6 +194,7 @@ class Checkpoints:
     def _write(self, folder: Path, state: Mapping[str, Any], owned: Shards, copied: bool) -> None:
         """Write this rank's files, in the thread."""
         if self._rank == 0:
+            state = {**state, "contents": self._contents.described()}  # waits for checksums
             (folder / STATE).write_text(json.dumps(state, indent=1))
         write_shards(folder, self._rank, owned, copied)
 
@@ -267,8 +263,9 @@ class Checkpoints:
         path = first_undamaged(checkpoints, (self._rank, self._ranks))
         if path is None:
             return {}
+        contents = same_for_all(self._contents)
         with agreed(f"reading {path.name}"):
-            state = ensure_same_run(path, self._recipe, self._active, self._inputs)
+            state = ensure_same_run(path, self._recipe, self._active, contents)
             reader = ShardReader(path, self._rank, self._ranks)
             self._active.load_state_dicts(self._state.restore(reader, state, needs_optimizer))
         return state
@@ -280,11 +277,12 @@ class Checkpoints:
             return None
         known = Best(*best)
         folder = step_folder(self.folder, known.step)
-        if known.metric == metric and is_published(folder):
+        alike = (known.metric, known.rows) == (metric, self._contents.evaluation)
+        if alike and is_published(folder):
             return known
         say(
-            f"warning: the best checkpoint so far, {folder}, is missing, or that of another "
-            "metric; model/ will be the best of the steps from here"
+            f"warning: the best checkpoint so far, {folder}, is missing, or was chosen by another "
+            "metric or other rows of [eval]; model/ will be the best of the steps from here"
         )
         return None
 

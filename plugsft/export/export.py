@@ -18,9 +18,10 @@ from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
+from ..checkpoint.contents import base_changes
 from ..checkpoint.files import ShardReader
 from ..checkpoint.final_model import finish_later, write_base
-from ..checkpoint.same_run import STATE, WEIGHT_FILES, ensure_published_class, read_json
+from ..checkpoint.same_run import read_state
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
@@ -28,9 +29,8 @@ from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.kept_tensors import KeptTensors, kept_tensors
 from ..model.load import grow_embeddings, make_load
-from ..model.published import from_files, read_config, set_dtype, taken_out
+from ..model.published import from_files, read_config, set_dtype
 from ..model.tensor_shards import shard_of
-from ..model.weight_files import sampled_digest
 from ..output.folder import ADAPTER, base_model
 from ..ranks.connect import silence_libraries
 from ..recipe.read import read
@@ -284,15 +284,14 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     model: Any = hooks.optimize_model(load=how)
     how.kept.open()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    state = read_json(path / STATE)
-    if taken_out(model):
-        ensure_published_class(path, state, how.kept.published)
-    files = sampled_digest(how.path, how.kwargs.get("revision"))
+    state = read_state(path)
     is_whole = not hasattr(model, "peft_config")
-    if is_whole and how.kept.tensors and files != state["inputs"][WEIGHT_FILES]:
+    untrained = bool(how.kept.tensors) or len(trained) < len([*model.parameters()])
+    changes = base_changes(state["contents"], how.path, how.kwargs.get("revision"), untrained)
+    if is_whole and changes:  # adapters note their base, and are compared when they are used
         raise CheckpointError(
-            f"{path}: {how.path} has changed since this run, and its model needs "
-            f"{len(how.kept.tensors):,} tensors of it that were not trained; put the old files back"
+            f"{path}: {how.path} has changed since this run: {'; '.join(changes)}; put the old "
+            "files back"
         )
     reader = ShardReader(path)
     ensure_same_parameters(reader, trained, state["weights"])
@@ -308,7 +307,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():
-            write_base(building, state["inputs"][WEIGHT_FILES], how.text_only)
+            write_base(building, state["contents"], how.text_only)
         else:
             how.kept.add_to(building, finish_later(output))
         add_card(building, path, name)

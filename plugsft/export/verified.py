@@ -5,6 +5,7 @@ from pathlib import Path
 from ..base.atomic import damage, is_published
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.limits import read_json_object
+from ..checkpoint.contents import base_changes
 from ..checkpoint.final_model import BASE
 from ..model.config import ensure_safetensors
 from ..model.weight_files import sampled_digest
@@ -32,9 +33,13 @@ def is_text_only(adapters: Path) -> bool:
 def ensure_same_base(adapters: Path, base: str, revision: str | None) -> None:
     """Refuse adapters whose base model has other files than when they were trained."""
     file = adapters / BASE
-    if file.is_file() and read_json_object(file).get("files") != sampled_digest(base, revision):
+    note = read_json_object(file) if file.is_file() else {}
+    changes = base_changes(note, base, revision) if "checksums" in note else []
+    # Before 0.2.0, samples of the files were compared.
+    if note.get("files", "") not in ("", sampled_digest(base, revision)):
+        changes = ["its files have changed"]
+    if changes:
         raise PlugsftError(
-            f"{adapters}: was trained on other weights than those of {base}: its files have "
-            f"changed since; put the old ones back, or train again (without {BASE}, adapters go "
-            "with any)"
+            f"{adapters}: was trained on another model than {base} is now: {'; '.join(changes)}; "
+            f"put the old files back, or train again (without {BASE}, adapters go with any)"
         )

@@ -6,6 +6,7 @@ can be compared with its files.
 """
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,8 @@ SAMPLE = 64
 
 FILE_SAMPLES, SAMPLE_BYTES = 32, 4096
 """Samples of each file that a checksum of weights covers, and the bytes of each."""
+
+SHA256_DIGITS = 64
 
 Read = Callable[[str], Tensor]
 """Name of a tensor in the files -> its values."""
@@ -254,4 +257,12 @@ def weights_digest(path: str, revision: str | None) -> str:
     files = find_weight_files(path, revision)
     if not files:
         raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
-    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
+    return digest({Path(file).name: _weights_file_digest(Path(file)) for file in files})
+
+
+def _weights_file_digest(path: Path) -> str:
+    """Return the sha256 of a file, which is its name in the hub's cache."""
+    stored = path.resolve()
+    if stored.parent.name == "blobs" and len(stored.name) == SHA256_DIGITS:
+        return stored.name
+    return cached_file_digest(path, hashlib.sha256)

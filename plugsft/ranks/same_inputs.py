@@ -19,7 +19,6 @@ SAME_INPUTS = (
 )
 PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "model.tokenizer")
 """Paths that may differ between machines: their contents are compared instead."""
-MODEL_FILES = "the model's files"
 
 
 def compared_recipe(recipe: Recipe) -> dict[str, str]:
@@ -37,5 +36,5 @@ def compared_model(model: Any, load: ModelLoad) -> dict[str, str]:
     config = {name: repr(value) for name, value in model.config.to_dict().items()}
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
-        MODEL_FILES: sampled_digest(load.path, load.kwargs.get("revision")),
+        "the model's files": sampled_digest(load.path, load.kwargs.get("revision")),
     }

@@ -6,11 +6,13 @@ lengths    list<int32>   lengths of its sequences: one for SFT, chosen and rejec
 shared     int32         length of the untrained prefix that both sequences share
 trained    int32         number of targets, so that planning a step reads no tokens
 row        int64         row in the source
+content    uint64        checksum of its ids, mask and lengths
 
 Then come the columns of `render`, sorted by name: bool, int64 or float64.
 
 index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
-row and the columns of `render`, with integers for booleans. facts.json has the types of these, the
+row, content and the columns of `render`, with integers for booleans. So its checksum tells data
+apart, however they were cut into shards. facts.json has the types of these, the
 checksums of the index and of each shard, and its own.
 """
 
@@ -23,7 +25,7 @@ import pyarrow as pa
 from ..base.errors import DataError
 from ..base.types import Shard
 
-FORMAT = 8
+FORMAT = 9
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -32,6 +34,7 @@ SCHEMA = pa.schema(
         "shared": pa.int32(),
         "trained": pa.int32(),
         "row": pa.int64(),
+        "content": pa.uint64(),
     }
 )
 

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from ..base.atomic import replace_file, stamp
@@ -49,6 +51,7 @@ def write_shard(path: Path, examples: Examples) -> int:
         _arrow(_shared_prefixes(examples, offsets, first_sequence)),
         _arrow(trained.astype(np.int32)),
         _arrow(examples.rows.astype(np.int64)),
+        _arrow(_checksums(examples, offsets, first_sequence)),
         *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
     ]
     _write_batch(path, pa.record_batch(columns, schema=shard_schema(examples.types)))
@@ -77,6 +80,19 @@ def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) ->
         middle = start + int(examples.counts[first_sequence[number]])
         lengths[number] = shared_prefix(examples.ids, examples.mask, start, middle, stop)
     return lengths
+
+
+def _checksums(examples: Examples, offsets: Ints, first_sequence: Ints) -> NDArray[np.uint64]:
+    """Make a checksum of each example: of its ids, its mask, and the lengths of its sequences."""
+    counts = examples.counts.astype(np.int32)
+    checksums = np.zeros(len(offsets) - 1, np.uint64)
+    spans = zip(pairwise(offsets.tolist()), pairwise(first_sequence.tolist()), strict=True)
+    for number, ((start, stop), (first, last)) in enumerate(spans):
+        checksum = xxhash.xxh3_64(examples.ids[start:stop].data)
+        checksum.update(examples.mask[start:stop].data)
+        checksum.update(counts[first:last].data)
+        checksums[number] = checksum.intdigest()
+    return checksums
 
 
 def shared_prefix(
@@ -196,6 +212,7 @@ def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> dict[str, NDA
     columns = {"length": np.diff(ends), "first": firsts}
     columns |= {name: numpy_of(batch[name]) for name in ("shared", "trained", "row")}
     columns = {name: values.astype(np.int64) for name, values in columns.items()}
+    columns["content"] = numpy_of(batch["content"])
     for name in sorted(types):
         kind = pa.int64() if types[name] == "bool" else batch[name].type
         columns[f"column {name}"] = numpy_of(batch[name].cast(kind))

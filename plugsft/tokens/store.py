@@ -43,6 +43,7 @@ class Tokens:
     denominators  what each example adds to the divisor of the loss, before its weight
     columns       the columns of `render`, and those that plugins add: name -> values
     rows          the row of each example in its source, counted from 0
+    contents      a checksum of the tokens of each example
     facts         facts about the data: sources, pairs, key and others
     folder        where they are stored
     """
@@ -62,6 +63,7 @@ class Tokens:
             index = {name: numpy_of(batch[name]) for name in batch.schema.names}
             self.lengths, self.targets, self.rows = index["length"], index["trained"], index["row"]
             self._first_lengths, self._shared_prefixes = index["first"], index["shared"]
+            self.contents: NDArray[np.uint64] = index["content"]
             self.columns: dict[str, NDArray[Any]] = {
                 name: index[f"column {name}"].astype(kind, copy=False)
                 for name, kind in sorted(self.facts["columns"].items())

@@ -1,0 +1,163 @@
+"""What decides what a run learns, beside the keys of its recipe; a resume must find it again.
+
+Data are known by the checksums of their tokens, so that files may be moved or written in another
+format. A model is known by the bytes of its weights, its config.json and its Python files. The main
+process reads the weights beside the first steps: no step waits for it, only the first checkpoint
+does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from ..base.checksums import digest, file_digest
+from ..base.limits import read_json_object
+from ..model.published import taken_out
+from ..model.weight_files import find_file, weights_digest
+from ..ranks.agree import from_main
+from ..ranks.precision import dtypes_of
+from ..recipe.parse import flatten
+from ..registry.active import Active, options_of
+from .same_run import changed, show
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+WEIGHTS = "the weights in the model's files"
+NOT_LEARNED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of config.json that change no result: the recipe chooses the type of numbers."""
+REMOTE_CODE = "transformers_modules"
+"""The package into which transformers copies the Python files of models."""
+
+
+@dataclass
+class Contents:
+    """What a run learns from, by names that a message can use."""
+
+    checksums: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Small values, which a message shows."""
+    noted: dict[str, str] = field(default_factory=dict)
+    """What may change, with a warning: versions, and the code of plugins that are not bundled."""
+    evaluation: str = ""
+    """The checksum of the tokens of the evaluation data."""
+    weights: dict[str, Future[str]] = field(default_factory=dict)
+    """On the main process: checksums of weights, which are computed in the background."""
+
+    def read_weights(self, name: str, path: str, revision: str | None) -> None:
+        """Begin to read the files of a model's weights."""
+        result = self.weights[name] = Future[str]()
+
+        def work() -> None:
+            try:
+                result.set_result(weights_digest(path, revision))
+            except Exception:  # they may be moved once the model is loaded
+                result.set_result("")
+
+        Thread(target=work, daemon=True).start()
+
+    def described(self) -> dict[str, Any]:
+        """Return what a checkpoint stores; waits for the checksums of weights."""
+        weights = {name: result.result() for name, result in self.weights.items()}
+        return {
+            "checksums": self.checksums | weights,
+            "settings": self.settings,
+            "noted": self.noted,
+        }
+
+
+def contents_of(run: Run) -> Contents:
+    """Describe what a run learns from; the main process begins to read weights."""
+    recipe, load, tokens = run.recipe, run.loaded.load, run.tokens
+    base = load.path, load.kwargs.get("revision")
+    contents = Contents(
+        {
+            "the tokens of the training data": tokens.facts["index"],
+            "the tokenizer": tokens.facts["key_parts"]["tokenizer"],
+            "the chat template": digest({"template": run.tokenizer.chat_template}),
+            "the Python files of the model": digest(code_of(run.weights.plain)),
+        },
+        settings_of(*base),
+        run.facts["versions"] | noted_of_plugins(run.active),
+    )
+    if run.evaluation_tokens:
+        contents.evaluation = run.evaluation_tokens.facts["index"]
+    dtypes = dtypes_of(run.accelerator, run.weights, run.optimizer)
+    contents.settings["the number type of computing"] = dtypes["compute"]
+    if taken_out(run.weights.plain):
+        contents.settings["the class of the model"] = load.kept.published
+    generation = read_settings(*base, GENERATION_CONFIG_NAME)
+    contents.noted[GENERATION_CONFIG_NAME] = digest(generation)
+    read = {WEIGHTS: base}
+    reference = recipe.provides("reference_model")
+    if reference and (path := reference.value):
+        contents.settings |= settings_of(path, None, "the reference's config.json")
+        read["the weights of the reference"] = path, None
+    if run.is_main:
+        for name, (path, revision) in read.items():
+            contents.read_weights(name, path, revision)
+    return contents
+
+
+def read_settings(path: str, revision: str | None, name: str) -> dict[str, Any]:
+    """Read a JSON file of a model, if it has that file."""
+    file = find_file(path, name, revision)
+    return read_json_object(Path(file)) if file else {}
+
+
+def settings_of(path: str, revision: str | None, name: str = CONFIG_NAME) -> dict[str, Any]:
+    """Return what a model's config.json says, without what changes no result."""
+    config = flatten(read_settings(path, revision, CONFIG_NAME))
+    return {
+        f"{name}: {key}": value
+        for key, value in config.items()
+        if key.rpartition(".")[2] not in NOT_LEARNED
+    }
+
+
+def base_changes(
+    then: Mapping[str, Any], path: str, revision: str | None, weights: bool = True
+) -> list[str]:
+    """Say what a model's files hold otherwise than when these contents were stored."""
+    now, settings = settings_of(path, revision), then["settings"]
+    before = {name: value for name, value in settings.items() if name.startswith(CONFIG_NAME)}
+    changes = show(changed(before, now), before, now)
+    if weights and then["checksums"][WEIGHTS] not in ("", weights_digest(path, revision)):
+        changes.append(f"{WEIGHTS} changed")
+    return changes
+
+
+def code_of(model: Any) -> dict[str, str]:
+    """Return the checksums of the Python files that came with a model."""
+    # Of all parts: adapters stand around the model.
+    modules = {one.__module__ for part in model.modules() for one in type(part).__mro__}
+    folders = {
+        Path(str(sys.modules[name].__file__)).parent
+        for name in modules
+        if name.startswith(REMOTE_CODE)
+    }
+    return {file.name: file_digest(file) for folder in folders for file in folder.glob("*.py")}
+
+
+def noted_of_plugins(active: Active) -> dict[str, str]:
+    """Describe the plugins that are not bundled: the others name what changes results."""
+    noted = {}
+    for name, plugin in active.plugins.items():
+        if not active.is_bundled(name):
+            noted[f"the code of plugin {name}"] = active.source_digest(name)
+            noted[f"the options of plugin {name}"] = digest(options_of(plugin))
+    return noted
+
+
+def same_for_all(contents: Contents) -> Mapping[str, Any]:
+    """Give each rank what the main process found; a collective."""
+    described: Mapping[str, Any] = from_main(contents.described())
+    return described
