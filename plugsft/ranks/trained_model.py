@@ -19,7 +19,7 @@ from ..model.generate import Speaker, attention_with_cache
 from ..model.load import ModelLoad
 from ..model.weight_files import weights_digest
 from ..tokens.store import Tokens
-from .agree import together
+from .agree import agreed, from_main, together
 from .precision import half_dtype
 from .sharding import is_sharded, shard_frozen_model
 
@@ -95,9 +95,13 @@ class RunModel:
             return shard_frozen_model(self._accelerator, load, load.load_model())
 
     def weights_digest(self, path: str = "") -> str:
-        """Return a checksum of the weights that `load_frozen` loads."""
+        """Return a checksum of the weights that `load_frozen` loads; a collective."""
         revision = None if path else self.load.kwargs.get("revision")
-        return weights_digest(path or self.load.path, revision)
+        found = ""
+        with agreed("reading the weights of a frozen model"):
+            if self._run.is_main:
+                found = weights_digest(path or self.load.path, revision)
+        return str(from_main(found))
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained weight, in float32; clone it to keep it."""
