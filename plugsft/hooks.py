@@ -417,9 +417,10 @@ class Hooks(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what the plugin keeps in checkpoints, by names of its own choice.
 
-        Called as a checkpoint is saved, before `saved`. Plain values and tensors must be the same
-        on all ranks. A `WeightSlice` is this rank's part of a tensor with the shape of a weight,
-        and is resharded.
+        Called as a checkpoint is saved, before `saved`. It is JSON and tensors, which must be the
+        same on all ranks. A `WeightSlice` is this rank's part of a tensor with the shape of a
+        weight, and is resharded. What the plugin's optimizer keeps outside of the states of weights
+        belongs here, too.
         """
 
     @notice

@@ -8,6 +8,7 @@ from .model.for_plugins import decoder_layers, find_modules, meta_model
 from .model.published import meta_copy
 from .model.tensor_shards import num_weights, shard_of, whole_shape
 from .ranks.artefacts import artefact
+from .ranks.optimizer_checks import optimizers_in
 
 __all__ = [
     "artefact",
@@ -22,6 +23,7 @@ __all__ = [
     "meta_model",
     "model_inputs",
     "num_weights",
+    "optimizers_in",
     "shard_of",
     "target_places",
     "whole_shape",

@@ -42,6 +42,8 @@ def train(run: Run) -> None:
             if not run.log.reads_later or run.evaluation_due() or run.checkpoints.due(run.step):
                 run.log.write()
             evaluate(run)
+            if run.step == 1:
+                run.try_checkpoint()
             if run.checkpoints.due(run.step):  # as the best evaluation so far may have made it
                 run.begin_checkpoint()
             run.publish_checkpoint()  # once all ranks have written it

@@ -241,6 +241,12 @@ class Run:
         due = self.recipe.evaluates(self.step, self.plan.steps)
         return due and self.checkpoints.evaluated < self.step
 
+    def try_checkpoint(self) -> None:
+        """Refuse after step 1 what no checkpoint could hold, rather than after hours."""
+        with self.agreed("trying a checkpoint"):
+            pass  # a plugin that failed in this step says so first
+        self.checkpoints.describe()
+
     def begin_checkpoint(self) -> None:
         """Begin a checkpoint of the last finished step, which is written in the background."""
         if self.step > self.checkpoints.begun:

@@ -1,13 +1,57 @@
 """Optimizers like those of other projects, with every kind of state."""
 
-import numpy as np
+from typing import Any
+
+import schedulefree
 import torch
 from torch.optim import Optimizer
 
+from plugsft import hookimpl, plugin, state
 
-class ScheduleFree(Optimizer):
+
+@plugin()
+class Keeper:
+    """Keeps what an optimizer has outside of the states of its weights."""
+
+    made: Any = state()
+
+    @hookimpl
+    def optimizer(self):
+        return self.made
+
+    @hookimpl
+    def state_dict(self):
+        return self.made.kept()
+
+    @hookimpl
+    def load_state_dict(self, state):
+        self.made.put_back(state)
+
+
+class KeepsGroups:
+    """Hands out values of its parameter groups."""
+
+    counters = ()
+
+    def kept(self):
+        groups = [{key: group[key] for key in self.counters} for group in self.param_groups]
+        return {"groups": groups}
+
+    def put_back(self, kept):
+        for group, values in zip(self.param_groups, kept["groups"], strict=True):
+            group.update(values)
+
+
+class RealScheduleFree(KeepsGroups, schedulefree.AdamWScheduleFree):
+    """The published schedule-free AdamW."""
+
+    counters = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+
+
+class ScheduleFree(KeepsGroups, Optimizer):
     """Averages the weights; its counters and sums are values of the parameter groups."""
 
+    counters = ("k", "weight_sum", "lr_max")
     elementwise = True  # with one group
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), warmup=2):
@@ -103,12 +147,14 @@ class Masters(Optimizer):
                 parameter.copy_(state["master"])
 
 
-class Odd(Optimizer):
+class Odd(KeepsGroups, Optimizer):
     """Has values of every kind in its state, its groups and itself."""
+
+    counters = ("factors", "history", "on", "seen", "share")
 
     def __init__(self, params, lr=1e-3, rate=0.5):
         added = {"factors": torch.tensor([1.0, 0.5, 0.25]), "history": [], "on": False}
-        added |= {"seen": {1: 0, "1": 0}, "share": np.float32(0.1), "dtype": [torch.float32]}
+        added |= {"seen": {"dict": 0}, "share": 0.1, "dtype": [torch.float32]}
         super().__init__(params, {"lr": lr, "rate": rate, "schedule": (1, 2.5, None), **added})
         self.total, self.last = 0, None
 
@@ -121,8 +167,8 @@ class Odd(Optimizer):
             group["factors"] *= 0.9
             group["history"] = [*group["history"], float(group["lr"])]
             group["on"] = not group["on"]
-            group["seen"] = group["seen"] | {1: group["seen"][1] + 1}
-            group["share"] *= np.float32(0.9)
+            group["seen"] = {"dict": group["seen"]["dict"] + 1}
+            group["share"] *= 0.9
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -130,7 +176,7 @@ class Odd(Optimizer):
                 if not state:
                     rows = parameter.new_zeros([parameter.shape[0], 1][: parameter.dim()])
                     state["nested"] = {"rows": [rows, None], "count": torch.tensor(0)}
-                    state["flags"], state["worst"] = (True, "text"), float("-inf")
+                    state["flags"], state["worst"] = [True, "text"], float("-inf")
                     state["mask"] = torch.zeros_like(parameter, dtype=torch.bool)
                     plain = parameter.dim() == 2 and not hasattr(parameter, "to_local")
                     state["twisted"] = torch.zeros_like(parameter).t() if plain else None
@@ -143,22 +189,24 @@ class Odd(Optimizer):
                 if state["twisted"] is not None:
                     state["twisted"] += parameter.grad.t()
                 scale = float(group["factors"].sum()) * len(group["history"]) * self.total
-                scale *= group["seen"][1] * float(group["share"])
+                scale *= group["seen"]["dict"] * group["share"]
                 step = parameter.grad * scale + rows * self.state["steps"] + state["mask"].float()
                 parameter.sub_(step, alpha=group["lr"] * (2 if group["on"] else 1))
 
-    def state_dict(self):
-        """Add a value that belongs to no group and no parameter."""
-        return super().state_dict() | {"total": self.total}
+    def kept(self):
+        own = {"total": self.total, "last": self.last, "steps": self.state["steps"]}
+        return super().kept() | own
 
-    def load_state_dict(self, state_dict):
-        """Load the value that state_dict added."""
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
-        self.total = state_dict["total"]
+    def put_back(self, kept):
+        for group, values in zip(self.param_groups, kept["groups"], strict=True):
+            values["factors"] = group["factors"].copy_(values["factors"])  # the groups share it
+        super().put_back(kept)
+        self.total, self.last = kept["total"], kept["last"]
+        self.state["steps"] = kept["steps"]
 
 
 class Combined(Optimizer):
-    """Calls Muon for matrices and AdamW for the rest; each of them has its own state."""
+    """Calls Muon for matrices and AdamW for the rest; they have one state."""
 
     def __init__(self, model):
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -166,11 +214,11 @@ class Combined(Optimizer):
             torch.optim.Muon([parameter for parameter in params if parameter.dim() == 2], lr=1e-3),
             torch.optim.AdamW([parameter for parameter in params if parameter.dim() != 2], lr=1e-3),
         ]
-        self.calls = 0
         super().__init__([group for inner in self.inner for group in inner.param_groups], {})
+        for inner in self.inner:
+            inner.state = self.state
 
     def step(self, closure=None):
-        self.calls += 1
         for inner in self.inner:
             inner.step()
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from plugsft.base.atomic import list_checkpoints, parse_step
-from plugsft.base.errors import CheckpointError
+from plugsft.base.errors import PlugsftError
 from plugsft.base.machine import look
 from plugsft.checkpoint.contents import Contents
 from plugsft.checkpoint.same_run import keys_affecting_results
@@ -30,6 +30,7 @@ from plugsft.ranks.connect import connect
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
 from plugsft.ranks.weights import ZeroWeights
+from plugsft.registry.active import Active
 from plugsft.registry.load import load
 
 
@@ -139,6 +140,11 @@ class Run:
         self.identity = partial(keys_affecting_results, recipe, active)
         self.held = weights_of(accelerator, self.model, self.optimizer)
         self.state = TrainState(self.held, self.optimizer, LossScale(accelerator))
+        # The plugin that made an optimizer keeps what no state of a weight has.
+        if hasattr(self.state.optimizer, "kept"):
+            keeper = optimizers.Keeper()
+            keeper.made = self.state.optimizer
+            active = Active({"keeper": keeper}, {}).attach()
         self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, Contents())
 
     def train(self, steps):
@@ -170,7 +176,7 @@ class Run:
             {names[id(key)]: plain(value) for key, value in optimizer.state.items()}
             for optimizer in getattr(self.optimizer, "inner", [])
         ]
-        own = {key: getattr(self.optimizer, key, None) for key in ("total", "last", "calls")}
+        own = {key: getattr(self.optimizer, key, None) for key in ("total", "last")}
         return {"weights": weights, "state": state, "inner": inner, "groups": groups, "own": own}
 
 
@@ -224,7 +230,7 @@ def work_on_rank(rank, ranks, port, env, folder, work, answers):
     for name, operation in work:
         try:
             results[name] = operation(name, accelerator, recipe, active)
-        except CheckpointError as error:
+        except PlugsftError as error:
             results[name] = f"refused: {error}"
         except Exception:
             results[name] = traceback.format_exc()

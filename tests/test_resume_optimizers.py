@@ -10,6 +10,8 @@ from plugin_packages import activate, install
 from saved_runs import stored
 
 PLUGIN = """
+from typing import Any
+
 import schedulefree
 import torch
 
@@ -20,6 +22,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         vectors = [weight for weight in weights if weight.dim() != 2]
         self.inner = torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(vectors, lr=lr)
         super().__init__([group for inner in self.inner for group in inner.param_groups], {})
+        for inner in self.inner:
+            inner.state = self.state
 
     def step(self, closure=None):
         for inner in self.inner:
@@ -32,13 +36,31 @@ def make_schedule_free(weights, lr):
     return optimizer
 
 
+COUNTERS = "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"
+
+
 @plugin()
 class Chosen:
+    made: Any = state()
+
     @hookimpl
     def optimizer(self, model, train):
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         lr = train.learning_rate
-        return OPTIMIZER
+        self.made = OPTIMIZER
+        return self.made
+
+    @hookimpl
+    def state_dict(self):
+        return {"groups": [{key: group[key] for key in COUNTERS} for group in self.groups()]}
+
+    @hookimpl
+    def load_state_dict(self, state):
+        for group, counters in zip(self.groups(), state["groups"], strict=True):
+            group.update(counters)
+
+    def groups(self):
+        return [group for group in self.made.param_groups if "weight_sum" in group]
 """
 # Two ranks write their weights and optimizer state at step 3; one process takes them over.
 TAKE_OVER = """
@@ -57,10 +79,7 @@ class TakeOver:
     def tensors(self):
         for name, weight in self.model.named_parameters():
             yield name, weight
-            optimizers = getattr(self.made, "inner", [self.made])
-            states = [inner.state[weight] for inner in optimizers if weight in inner.state]
-            assert len(states) == 1
-            for key, values in states[0].items():
+            for key, values in self.made.state[weight].items():
                 if isinstance(values, torch.Tensor):
                     yield f"{name}/{key}", values
 
@@ -144,10 +163,31 @@ def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
     states = [
-        json.loads((checkpoint(run) / "state.json").read_text())["optimizers"]
+        json.loads((checkpoint(run) / "state.json").read_text())
         for run in (whole, tmp_path / "resumed")
     ]
-    assert states[0] == states[1]
+    for key in ("optimizer", "optimizer_states", "plugin_states"):
+        assert states[0][key] == states[1][key], key
+
+
+ONLY_OPTIMIZER = PLUGIN.split("    @hookimpl\n    def state_dict")[0]
+
+
+@pytest.mark.parametrize("recipe", ["schedule_free"], indirect=True)
+def test_an_optimizer_that_counts_in_its_groups_needs_a_plugin_that_keeps_them(
+    recipe, tmp_path, monkeypatch
+):
+    source = ONLY_OPTIMIZER.replace("OPTIMIZER", OPTIMIZERS["schedule_free"])
+    activate(install(tmp_path, forgetful=source), monkeypatch)
+    recipe.write_text(recipe.read_text().replace("plugins.schedule_free", "plugins.forgetful"))
+    done = run_plugsft(recipe)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert (
+        "'optimizer' of plugin 'forgetful': AdamWScheduleFree changes param_groups[0]['k'], "
+        in done.stderr
+    )
+    assert "Return it from the plugin's state_dict()" in done.stderr
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 @only_full

@@ -60,7 +60,7 @@ def test_a_loss_with_labels_an_averaging_optimizer_and_a_time_limit_on_two_ranks
     assert all(line["bad_nll"] > 0 for line in lines)
     # The average of a resumed run has all steps.
     state = json.loads((run / "checkpoints/step-000004/state.json").read_text())
-    assert ["steps", 4] in state["plugin_states"]["averaged_sgd"]["dict"]
+    assert state["plugin_states"]["averaged_sgd"]["dict"]["steps"] == 4
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     assert [line["eval_bad_nll"] > 0 for line in lines if "eval_loss" in line] == [True, True]
 

@@ -1,10 +1,9 @@
 """Learning rates of the two halves of adapters (LoRA+)."""
 
-from collections.abc import Iterator
-from typing import Any
-
 from torch.nn import Module
 from torch.optim import Optimizer
+
+from plugsft.kit import optimizers_in
 
 SECOND = ("lora_B.", "lora_embedding_B.")
 """Parts of the names of the second halves."""
@@ -17,7 +16,7 @@ def scale_second_halves(optimizer: Optimizer, model: Module, ratio: float) -> No
     """
     named = model.named_parameters()
     second = {weight for name, weight in named if any(part in name for part in SECOND)}
-    optimizers = [*optimizers_in(optimizer)]
+    optimizers = optimizers_in(optimizer)
     for group in [*optimizer.param_groups]:
         scaled = [weight for weight in group["params"] if weight in second]
         rest = [weight for weight in group["params"] if weight not in second]
@@ -32,13 +31,3 @@ def scale_second_halves(optimizer: Optimizer, model: Module, ratio: float) -> No
             if any(other is group for other in each.param_groups):
                 each.param_groups.append(added)
         group["params"] = rest
-
-
-def optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield an optimizer, and those that it calls."""
-    yield optimizer
-    for attribute in vars(optimizer).values():
-        items: list[Any] = [*attribute] if isinstance(attribute, list | tuple) else [attribute]
-        for inner in items:
-            if isinstance(inner, Optimizer):
-                yield from optimizers_in(inner)

@@ -136,6 +136,8 @@ class MuonAndAdamW(Optimizer):
             betas = train.beta1, train.beta2
             self.inner.append(AdamW(others, lr=rate, betas=betas, eps=train.eps, fused=True))
         super().__init__([group for each in self.inner for group in each.param_groups], {})
+        for each in self.inner:
+            each.state = self.state  # where checkpoints look
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights."""

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,9 @@ from ..base.atomic import (
     writing,
 )
 from ..base.console import say
-from ..base.errors import CheckpointError, DiskError, RecipeError, choices, reason_of
-from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, from_main, gathered
+from ..base.errors import CheckpointError, DiskError, PluginError, RecipeError, choices, reason_of
+from ..hooks import with_plugins
+from ..ranks.agree import agreed, all_done, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from .contents import Contents, same_for_all
@@ -46,6 +46,14 @@ from .files import (
 )
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock
 from .state import TrainState
+from .tree import where_in
+
+SAME_STATE = (
+    "Checkpoints store what is equal on all ranks, or like a weight: a plugin can add up numbers "
+    "with run.ranks.reduce, or return a WeightSlice; an optimizer whose state has another shape "
+    "than its weight needs DDP (recipes/accelerate/gpu8.yaml)"
+)
+"""What cures a state that differs between ranks."""
 
 
 class Best(NamedTuple):
@@ -141,7 +149,7 @@ class Checkpoints:
             return
         with agreed("copying the state of the plugins"):
             states = copy.deepcopy(self._active.state_dicts())
-        self._load([step_folder(self.folder, best.step)], needs_optimizer=False)
+        self._load([step_folder(self.folder, best.step)])
         yield best.step
         with agreed("restoring the state of the plugins"):
             self._active.load_state_dicts(states)
@@ -157,13 +165,7 @@ class Checkpoints:
         if self.begun == step:
             return
         operation, folder = f"saving step {step}", None
-        with agreed(operation):
-            described, shards = self._state.describe(self._active.state_dicts())
-            text = json.dumps(described)
-        if not are_alike(text):
-            described["refused"] = difference_between_ranks(described)
-        if refused := described["refused"]:
-            self._say_once(f"warning: checkpoints of this run cannot be resumed: {refused}")
+        described, shards = self.describe()
         owned = owned_shards(self._rank, shards)
         # All ranks measure before one copies.
         copied = all_done(host_has_room(self._copies, owned))
@@ -190,6 +192,14 @@ class Checkpoints:
             )
             task.exception()  # waits
         self._pending, self.begun = Pending(step, self.best, folder, task), step
+
+    def describe(self) -> tuple[dict[str, Any], Shards]:
+        """Describe the state of the run; refuse one that no checkpoint could hold."""
+        with agreed("describing the state of the run"):
+            ensure_kept(self._active, self._state)
+            described, shards = self._state.describe(self._active.state_dicts())
+        ensure_alike(values_by_place(described), SAME_STATE)
+        return described, shards
 
     def _write(self, folder: Path, state: Mapping[str, Any], owned: Shards, copied: bool) -> None:
         """Write this rank's files, in the thread."""
@@ -258,7 +268,7 @@ class Checkpoints:
             self.evaluated = state["evaluated"]
             self.best = self._remaining_best(state["best"])
 
-    def _load(self, checkpoints: Sequence[Path], needs_optimizer: bool = True) -> dict[str, Any]:
+    def _load(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
         path = first_undamaged(checkpoints, (self._rank, self._ranks))
         if path is None:
@@ -267,7 +277,7 @@ class Checkpoints:
         with agreed(f"reading {path.name}"):
             state = ensure_same_run(path, self._recipe, self._active, contents)
             reader = ShardReader(path, self._rank, self._ranks)
-            self._active.load_state_dicts(self._state.restore(reader, state, needs_optimizer))
+            self._active.load_state_dicts(self._state.restore(reader, state))
         return state
 
     def _remaining_best(self, best: Any) -> Best | None:
@@ -298,23 +308,27 @@ def ensure_one_output(recipe: Recipe) -> None:
     ensure_alike(facts, "Give an output on a file system that all machines share")
 
 
-def difference_between_ranks(described: Mapping[str, Any]) -> str:
-    """Name the first part of the state in which ranks differ; a collective."""
-    ranks = gathered(dict(leaves(described)))
-    paths = dict.fromkeys(chain(*ranks))
-    differing = [path for path in paths if len({rank.get(path) for rank in ranks}) > 1]
-    return f"{differing[0]} differs between ranks"
+def ensure_kept(active: Active, state: TrainState) -> None:
+    """Refuse an optimizer that keeps what no checkpoint has, unless its plugin keeps it."""
+    lost = state.changed_elsewhere()
+    makers = {*active.answering("optimizer")} & {*active.plugins} or {*active.having("optimizer")}
+    if lost and makers.isdisjoint(active.having("state_dict")):
+        raise PluginError(
+            f"{with_plugins(active.hooks.optimizer)}: {type(state.optimizer).__name__} changes "
+            f"{', '.join(lost[:5])}, and checkpoints store only its state of each weight. Return "
+            "it from the plugin's state_dict(), and put it back in load_state_dict(); an optimizer "
+            "inside another one may share its state: inner.state = self.state"
+        )
 
 
-def leaves(described: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each value: as text, NaN equals itself."""
-    if isinstance(described, list):
-        described = dict(enumerate(described))
-    if not isinstance(described, Mapping) or not described:
-        yield path.removesuffix("/"), json.dumps(described)
-        return
-    for key, value in described.items():
-        yield from leaves(value, f"{path}{key}/")
+def values_by_place(described: Mapping[str, Any]) -> dict[str, str]:
+    """Give each value of the states as text, in which NaN equals itself."""
+    return {
+        where_in(f"{kind}/{owner}/{key}"): json.dumps(value)
+        for kind in ("plugin_states", "optimizer_states")
+        for owner, state in described[kind].items()
+        for key, value in state["dict"].items()
+    }
 
 
 def first_undamaged(checkpoints: Sequence[Path], share: tuple[int, int]) -> Path | None:

@@ -1,7 +1,8 @@
-"""Values as JSON and named tensors, restored exactly. Nothing is pickled.
+"""The state of plugins and optimizers as JSON and named tensors, restored exactly.
 
-A tensor like its weight, of equal shape and divided equally, is stored by the ranges that the ranks
-hold. Any other must be equal on all ranks; the first one writes it, or a small one is in the JSON.
+Nothing is pickled. A tensor like its weight, of equal shape and divided equally, is stored by the
+ranges that the ranks hold. Any other must be equal on all ranks; the first one writes it, or a
+small one is in the JSON.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -28,8 +28,6 @@ from .files import ShardReader
 MAX_JSON_NUMBERS = 256
 """Numbers of the largest tensor that is stored in the JSON."""
 PLAIN = bool | int | float | str | None
-KEYS = bool | int | str
-"""Types of a dictionary's keys that JSON holds exactly, in a list of pairs."""
 TENSORS = (Tensor, torch.nn.Parameter, DTensor)
 """Types of tensors that are stored; subclasses may hold more than their numbers."""
 RESUME_ALIKE = "resume with the launcher and the number of ranks that wrote it"
@@ -52,13 +50,6 @@ def place_of_slice(weight: Any) -> Location:
     )
 
 
-class Unstorable(Exception):
-    """A value that no checkpoint can store."""
-
-    def __init__(self, name: str, kind: str) -> None:
-        self.name, self.kind = name, kind
-
-
 @dataclass
 class Encoder:
     """Describes values, and collects the shards of their tensors."""
@@ -70,55 +61,52 @@ class Encoder:
 
     def __call__(self, value: Any, name: str, place: Location | None = None) -> Any:
         """Describe a value; `place` is that of its weight, if it belongs to one."""
-        if isinstance(value, np.integer | np.floating | np.bool_):
-            return {"numpy": [value.dtype.name, value.item()]}
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, WeightSlice):
-            described = self._tensor(value.values, name, self._place_of(value, name))
-            return {"slice": [value.weight, described]}
+            place = self._place_of(value, name)
+            return {"slice": [value.weight, self._tensor(value.values, name, place)]}
         if isinstance(value, Tensor):
-            return self._tensor(value, name, place)
-        if isinstance(value, list | tuple):
-            kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self(item, f"{name}/{n}", place) for n, item in enumerate(value)]}
-        if isinstance(value, Mapping) and all(isinstance(key, KEYS) for key in value):
+            return {"tensor": self._tensor(value, name, place)}
+        if isinstance(value, list):
+            return [self(item, f"{name}/{n}", place) for n, item in enumerate(value)]
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             items = value.items()
-            return {"dict": [[k, self(item, f"{name}/{_part(k)}", place)] for k, item in items]}
-        raise Unstorable(name, _kind(value))
+            return {"dict": {key: self(item, inside(name, key), place) for key, item in items}}
+        raise unstorable(name, _kind(value))
 
     def _tensor(self, tensor: Any, name: str, place: Location | None) -> dict[str, Any]:
         if type(tensor) not in TENSORS:
-            raise Unstorable(name, _kind(tensor))
+            raise unstorable(name, _kind(tensor))
         if tensor.is_complex() or tensor.layout != torch.strided:
-            raise Unstorable(name, "tensor that is complex or sparse")
+            raise unstorable(name, "tensor that is complex or sparse")
         described: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
         if tensor.device.type != home_of(self.device, place).type:
             described["host"] = True
         if place is not None and _layout(tensor) == _layout(place.like):
             shard = self.shards[name] = place.shard(tensor)
-            described |= {"shape": [*shard.shape], "like_weight": name}
+            described |= {"shape": [*shard.shape], "like_weight": True}
         elif isinstance(tensor, DTensor):
-            raise Unstorable(name, "DTensor of another shape than its weight")
+            raise unstorable(name, "DTensor of another shape than its weight")
         elif tensor.numel() <= MAX_JSON_NUMBERS:
             described["values"] = tensor.tolist()
         else:
             self.shards[name] = shard_of(tensor.contiguous())
-            described |= {"on_each_rank": name, "checksum": _checksum(tensor)}
-        return {"tensor": described}
+            described["checksum"] = _checksum(tensor)
+        return described
 
     def _place_of(self, weight_slice: WeightSlice, name: str) -> Location:
-        weight, shape = weight_slice.weight, weight_slice.values.shape
-        if weight not in self.weights:
+        weight, shape = self.weights.get(weight_slice.weight), weight_slice.values.shape
+        place = None if weight is None else place_of_slice(weight)
+        if place is None:
             raise PluginError(
-                f"{where_in_plugin(name)} is a slice of '{weight}', and the model has no weight of "
-                "that name"
+                f"{where_in(name)} is a slice of '{weight_slice.weight}', and the model has no "
+                "weight of that name"
             )
-        place = place_of_slice(self.weights[weight])
         if shape != place.like.shape:
             raise PluginError(
-                f"{where_in_plugin(name)} has shape {[*shape]}; this rank's slice of "
-                f"{weight} has {[*place.like.shape]}"
+                f"{where_in(name)} has shape {[*shape]}; this rank's slice of "
+                f"{weight_slice.weight} has {[*place.like.shape]}"
             )
         return place
 
@@ -134,55 +122,53 @@ class Decoder:
     same_sharding: bool
     """Whether the weights are divided as in the checkpoint."""
 
-    def __call__(self, described: Any, where: str, place: Location | None = None) -> Any:
-        """Make a value; `where` names it in errors, `place` is as for the encoder."""
+    def __call__(self, described: Any, name: str, place: Location | None = None) -> Any:
+        """Make a value; `name` and `place` are as for the encoder."""
+        if isinstance(described, list):
+            return [self(item, f"{name}/{n}", place) for n, item in enumerate(described)]
         if not isinstance(described, Mapping):
             return described
-        [(kind, content)] = described.items()  # a dictionary is a list of pairs below "dict"
-        if kind == "tensor":
-            return self._tensor(content, where, place)
-        if kind == "slice":
-            name, values = content
-            if name not in self.weights:
-                raise self.reader.mismatch(name)
-            return WeightSlice(name, self(values, where, place_of_slice(self.weights[name])))
-        if kind == "numpy":
-            dtype, value = content
-            return np.dtype(dtype).type(value)
+        [(kind, content)] = described.items()
         if kind == "dict":
-            return {key: self(item, f"{where}/{key}", place) for key, item in content}
-        values = [self(item, f"{where}/{n}", place) for n, item in enumerate(content)]
-        return tuple(values) if kind == "tuple" else values
+            items = content.items()
+            return {key: self(item, inside(name, key), place) for key, item in items}
+        if kind == "tensor":
+            return self._tensor(content, name, place)
+        weight, values = content
+        if weight not in self.weights:
+            raise self.reader.mismatch(weight)
+        place = place_of_slice(self.weights[weight])
+        return WeightSlice(weight, self._tensor(values, name, place))
 
-    def _tensor(self, described: Mapping[str, Any], where: str, place: Location | None) -> Tensor:
+    def _tensor(self, described: Mapping[str, Any], name: str, place: Location | None) -> Tensor:
         dtype, shape = getattr(torch, described["dtype"]), described["shape"]
         device = torch.device("cpu") if described.get("host") else home_of(self.device, place)
         if place is not None and "like_weight" in described:
-            like = torch.zeros_like(
-                place.like,
-                dtype=dtype,
-                requires_grad=False,
-                memory_format=torch.contiguous_format,
-            )
-            return self.fill(described, place, like.to(device))
+            like = torch.zeros_like(place.like, dtype=dtype).to(device)
+            return self.fill(described, name, place, like)
         if place is not None and shape and not self.same_sharding:
             raise CheckpointError(
-                f"{self.reader.folder}: {where} has another shape than its weight "
+                f"{self.reader.folder}: {name} has another shape than its weight "
                 f"and cannot be divided otherwise exactly: {RESUME_ALIKE}"
             )
         if "values" in described:
             return torch.tensor(described["values"], dtype=dtype, device=device).reshape(shape)
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.reader.fill(described["on_each_rank"], shard_of(tensor))
+        self.reader.fill(name, shard_of(tensor))
         return tensor
 
-    def fill(self, described: Mapping[str, Any], place: Location, tensor: Tensor) -> Tensor:
+    def fill(self, described: Any, name: str, place: Location, tensor: Tensor) -> Tensor:
         """Read a weight's numbers in a tensor like it."""
-        shard, name = place.shard(tensor), described["like_weight"]
+        shard = place.shard(tensor)
         if [*shard.shape] != described["shape"]:
             raise self.reader.mismatch(name)
         self.reader.fill(name, shard)
         return tensor
+
+
+def inside(name: str, key: str) -> str:
+    """Name what lies under a key; a quoted key has no slash, so that names differ."""
+    return f"{name}/{quote(key, safe='')}"
 
 
 def is_like_weight(described: Any) -> bool:
@@ -196,15 +182,22 @@ def home_of(device: torch.device, place: Location | None) -> torch.device:
     return home
 
 
-def where_in_plugin(name: str) -> str:
-    """Say where in a plugin's state a value is: its name begins with "plugins/"."""
-    _, plugin, *path = name.split("/", 2)
-    return f"plugin '{plugin}': state_dict()" + "".join(f" at {part}" for part in path)
+def unstorable(name: str, kind: str) -> PluginError:
+    """Refuse a value that no checkpoint can store."""
+    return PluginError(
+        f"{where_in(name)} is a {kind}; checkpoints store None, booleans, numbers, text, lists, "
+        "dictionaries with text as keys, tensors that are like their weight or equal on all ranks, "
+        "and, of a plugin, WeightSlice"
+    )
 
 
-def _part(key: Any) -> str:
-    """Write a key as a part of a tensor's name: 1 and "1" differ."""
-    return quote(key, safe="") if isinstance(key, str) else f"#{key}"
+def where_in(name: str) -> str:
+    """Say where a value is: its name is "plugins/PLUGIN/KEY" or "optimizer/WEIGHT/KEY"."""
+    kind, owner, *path = name.split("/", 2)
+    place = "".join(f" at {part}" for part in path)
+    if kind.startswith("plugin"):
+        return f"plugin '{owner}': state_dict(){place}"
+    return f"the optimizer's state of {owner}{place}"
 
 
 def _layout(tensor: Any) -> Any:

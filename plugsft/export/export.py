@@ -260,7 +260,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     `trusted` overrides the run's recipe, which may be someone else's. `name` loads the model.
     """
     silence_libraries()
-    output = path.parent.parent
+    state, output = read_state(path), path.parent.parent
     overrides = [
         f"output={json.dumps(str(output))}",
         f"model.trust_remote_code={str(trusted).lower()}",
@@ -284,7 +284,6 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     model: Any = hooks.optimize_model(load=how)
     how.kept.open()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    state = read_state(path)
     is_whole = not hasattr(model, "peft_config")
     untrained = bool(how.kept.tensors) or len(trained) < len([*model.parameters()])
     changes = base_changes(state["contents"], how.path, how.kwargs.get("revision"), untrained)

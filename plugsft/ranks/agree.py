@@ -33,6 +33,8 @@ LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
 HANGING = timedelta(seconds=5)
 """After this time a rank that failed among collectives ends the others, which may hang."""
+MOST_FACTS = 5
+"""Most facts that an error names."""
 KNOWN = "plugsft_known_to_all"
 """Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -115,7 +117,7 @@ def ensure_alike(facts: Mapping[str, str], cure: str) -> None:
         values = [report.get(name, "not set") for report in reports]
         if len({*values}) > 1:
             differing.append(f"{name}: {_by_rank(values)}")
-    raise LaunchError(f"the ranks differ in {'; '.join(differing)}. {cure}")
+    raise LaunchError(f"the ranks differ in {'; '.join(differing[:MOST_FACTS])}. {cure}")
 
 
 def are_alike(text: str | None, patience: timedelta = LONGEST) -> bool:

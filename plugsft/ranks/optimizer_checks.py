@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
-from torch import optim
+from torch import Tensor, optim
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -43,6 +43,8 @@ ELEMENTWISE = (
     optim.ASGD,
 )
 """Optimizers of torch that update each number on its own."""
+PLAIN = int | float | str | Tensor
+"""Types of the attributes in which an optimizer may count."""
 WEIGHTS = {"FSDP": "the DTensors of FSDP2", "DEEPSPEED": "the empty weights of ZeRO-3"}
 """How an optimizer sees weights under each strategy that shards them."""
 
@@ -94,21 +96,37 @@ def ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optim
     return optimizer
 
 
-def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer, and those that it calls and that have states of their own."""
-    inner = [
-        item
-        for attribute in vars(optimizer).values()
-        for item in _items(attribute)
-        if isinstance(item, Optimizer) and item.state is not optimizer.state
-    ]
-    return [optimizer, *(found for item in inner for found in optimizers_in(item))]
+def optimizers_in(value: Any) -> Iterator[Optimizer]:
+    """Yield an optimizer, and those that it calls."""
+    if isinstance(value, Optimizer):
+        yield value
+        value = vars(value)
+    for item in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(item, Optimizer | Mapping | list | tuple):
+            yield from optimizers_in(item)
 
 
-def _items(attribute: Any) -> list[Any]:
-    if isinstance(attribute, Mapping):
-        return [*attribute.values()]
-    return [*attribute] if isinstance(attribute, list | tuple) else [attribute]
+def kept_elsewhere(optimizer: Optimizer) -> dict[str, str]:
+    """Return as text what an optimizer holds outside of the states of its weights.
+
+    Not its learning rates, which the schedule sets, and no boolean attributes, in which optimizers
+    note that the first step is done.
+    """
+    values: dict[str, Any] = {}
+    for name, attribute in vars(optimizer).items():
+        if isinstance(attribute, PLAIN) and not isinstance(attribute, bool):
+            values[f"self.{name}"] = attribute
+    for number, group in enumerate(optimizer.param_groups):
+        for setting in group.keys() - {"params", "lr"}:
+            values[f"param_groups[{number}]['{setting}']"] = group[setting]
+    states: Any = optimizer.state
+    for key in states:
+        if isinstance(key, str):
+            values[f"state['{key}']"] = states[key]
+    for inner in optimizers_in(optimizer):
+        if inner.state is not states:
+            values[f"the state of its {type(inner).__name__}"] = len(inner.state)
+    return {name: repr(value) for name, value in values.items()}
 
 
 def ensure_uses_settings(optimizer: Optimizer, train: Train, plugins: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Weights:
     def sharding(self) -> dict[str, Any]:
         """Describe the sharding; checkpoints keep it."""
         divided = any(isinstance(it, DTensor) for it in self.plain.parameters())
-        return {"kind": "rows" if divided else "whole", "ranks": self.ranks}
+        return {"kind": "rows", "ranks": self.ranks} if divided else {"kind": "whole"}
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter; a view where possible."""

@@ -51,8 +51,8 @@ SUMS = (
 )
 KEEP = (
     "Return what the plugin has gathered from `state_dict`, and take it back in `load_state_dict`. "
-    "An optimizer keeps it in `state` or in its parameter groups. Random numbers may follow from "
-    "the seed and the step only"
+    "An optimizer keeps it in its `state` of each weight. Random numbers may follow from the seed "
+    "and the step only"
 )
 SAME_STATE = (
     "it must be the same on all ranks: whoever changes weights does so on all of them. Compute "

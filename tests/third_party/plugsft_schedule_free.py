@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+COUNTERS = "k", "weight_sum", "lr_max", "scheduled_lr"
+"""What the optimizer counts beside the states of weights."""
+
 
 @plugin(affects_results=["warmup_steps"])
 class ScheduleFree:
@@ -60,3 +63,15 @@ class ScheduleFree:
                 return (yield)
             finally:
                 self.adamw.train()
+
+    @hookimpl
+    def state_dict(self) -> dict[str, Any]:
+        """Keep what the optimizer counts in its parameter groups."""
+        [group] = self.adamw.param_groups
+        return {key: group[key] for key in COUNTERS}
+
+    @hookimpl
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        [group] = self.adamw.param_groups
+        group.update(state)

@@ -33,7 +33,6 @@ from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import ModelLoad, make_load
 from ...model.published import build
 from ...model.tensor_shards import num_weights
-from ...ranks.optimizer_checks import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -232,10 +231,9 @@ class MetaModel:
             with suppress(Exception):
                 optimizer.step()
         self.model.zero_grad()
-        states, total, count = [each.state for each in optimizers_in(optimizer)], 0, 0
+        total = count = 0
         for weight in trained:
-            of_shape = [state.get(shapes[weight.shape, weight.dtype]) for state in states]
-            if state := next(filter(None, of_shape), None):
+            if state := optimizer.state.get(shapes[weight.shape, weight.dtype]):
                 # Counters, which are one number, do not matter.
                 values = [
                     each for each in state.values() if isinstance(each, Tensor) and each.dim()
