@@ -225,6 +225,20 @@ def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugin
     assert (trace.activations[:, -1] <= 1e6).all()
 
 
+def test_experts_are_traced_in_float32_as_in_bfloat16(tmp_path):
+    peaks = []
+    for dtypes in ({"dtype": "float32"}, {"dtype": "bfloat16", "weights": "bfloat16"}):
+        tables = tiny_tables(tmp_path) | {"model": {"path": str(tmp_path)} | dtypes}
+        recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+        meta = MetaModel(recipe, active, FAMILIES[-1])
+        batch = {name: torch.zeros(2, 40, dtype=torch.int64) for name in ("input_ids", "labels")}
+        trace = meta.trace(batch, "cpu", flash=False)
+        assert trace.gradients[-1] == meta.weights().trained_bytes
+        peaks.append(trace.activations[0].max())
+    assert 1.5 < peaks[0] / peaks[1] < 2.1  # what normalizes is in float32 anyway
+
+
 @pytest.fixture
 def recipe(tmp_path):
     tables = tiny_tables(tmp_path, rows(64, 100))

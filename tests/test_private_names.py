@@ -322,8 +322,8 @@ TORCH = {
         autocast_can_be_left_out,
     ),
     "_grouped_mm": Use(
-        "plugsft/ranks/precision.py",
-        "the operator that autocast leaves out, with its own order of arguments",
+        "plugsft/lab/forecast/meta_model.py plugsft/ranks/precision.py",
+        "the operator that autocast leaves out, and whose shapes torch knows in bfloat16 only",
         products_of_groups_are_computed,
     ),
     "torch._subclasses": Use(

@@ -39,6 +39,8 @@ from ...registry.active import Active
 
 LAYERS, HEAD, GRADIENTS = range(3)
 """Owners of memory: embeddings and layers, the loss head after them, the gradients."""
+GROUPED = torch.ops.aten._grouped_mm.default
+"""The product of experts: torch knows the shape of its result in bfloat16 only."""
 FLASH = "plugsft_forecast"
 """Attention like a fused kernel: it stores inputs and output only."""
 UNSHARDED = 100_000
@@ -83,7 +85,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         """Run the operation and record the tensors that it makes."""
-        result: object = func(*args, **(kwargs or {}))
+        dtype = args[0].dtype if func is GROUPED else None
+        if dtype:
+            args = [*map(Tensor.bfloat16, args[:2]), *args[2:]]
+        result: Any = func(*args, **(kwargs or {}))
+        if dtype:
+            result = result.to(dtype)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
