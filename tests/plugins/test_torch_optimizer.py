@@ -47,6 +47,19 @@ def test_each_name_is_the_optimizer_of_torch(name):
     assert_same(steps_of(ours, made), steps_of(twin, plain))
 
 
+def test_the_updates_of_muon_are_as_many_times_those_of_torch_as_its_help_says():
+    config, updates = tiny_config("llama"), []
+    config.hidden_size = config.intermediate_size = 576
+    for options in ({}, {"adjust_lr_fn": "original"}):
+        model = AutoModelForCausalLM.from_config(config)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        before, weight.grad = weight.detach().clone(), torch.eye(576)
+        make_optimizer("muon", options, model, settings()).step()
+        updates.append(float((weight.detach() - before).norm()))
+    assert updates[0] / updates[1] == pytest.approx(4.8, rel=1e-3)
+    assert "updates of a 576 x 576 matrix are 4.8 times" in TorchOptimizer.__doc__
+
+
 def test_muon_updates_the_matrices_of_the_layers_and_adamw_the_rest():
     ours, twin = tiny_model(), tiny_model()
     train = settings(weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
