@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     FalconMambaConfig,
     Gemma3TextConfig,
+    GitConfig,
     GPT2Config,
     GPTJConfig,
     Lfm2Config,
@@ -23,9 +24,11 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MptConfig,
+    NemotronConfig,
     OpenAIGPTConfig,
     Phi3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
     XGLMConfig,
 )
 
@@ -61,6 +64,7 @@ PASS = {
     "qwen3_moe": Qwen3MoeConfig(),
     "llama4, chunks": Llama4TextConfig(attn_temperature_tuning=False),
 }
+HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 REFUSE = {
     "bloom": (BloomConfig(), OWN_CODE),
     "xglm": (XGLMConfig(), OWN_CODE),
@@ -68,6 +72,10 @@ REFUSE = {
     "gptj": (GPTJConfig(), OWN_CODE),
     "lfm2": (Lfm2Config(num_hidden_layers=4, layer_types=CONV), "leaks across documents"),
     "falcon_mamba": (FalconMambaConfig(), "leaks across documents"),
+    # Their layers do not tell attention where documents end.
+    "nemotron": (NemotronConfig(num_hidden_layers=2, **HEADS), "leaks across documents"),
+    "stablelm": (StableLmConfig(num_hidden_layers=2), "leaks across documents"),
+    "git": (GitConfig(num_hidden_layers=2), "leaks across documents"),
     "bert": (BertConfig(is_decoder=False), "differ from those alone"),
     # Its temperature counts positions from the beginning of the row.
     "llama4": (Llama4TextConfig(), "differ from those alone"),
@@ -168,7 +176,8 @@ def test_a_limit_that_nothing_can_prove_is_refused():
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 is not proved .* below 64"):
         prove_on_layers(model, Longest(64, 64), PACKING)
-    assert "not proved on its layers" in prove_on_layers(model, Longest(63, 63), PACKING)
+    with pytest.raises(RecipeError, match="on packed rows: its layers cannot be built alone"):
+        prove_on_layers(model, Longest(63, 63), PACKING)
 
 
 def test_layers_leave_the_random_numbers_of_the_run_alone():

@@ -100,8 +100,6 @@ def prove_on_layers(model: Any, longest: Longest, packing: Capability) -> str:
             f"{REFUSED} of {longest.row:,} tokens: {named} is not proved to count per document "
             f"({found.problem}); set {packing.key} below {min(reached.values()):,}, or {cure}"
         )
-    if not found.is_built:
-        return f"not proved on its layers: {found.problem}"
     raise RecipeError(f"{REFUSED}: {found.problem}; {cure}")
 
 
@@ -119,7 +117,7 @@ def probe_layers(causal: Any, longest: Longest) -> Probe:
                 for text in texts
             ]
         except Exception as error:  # the model's own code fails on these shapes
-            return Probe(f"it cannot be built: {reason_of(error)}", is_built=False)
+            return Probe(f"its layers cannot be built alone: {reason_of(error)}", is_built=False)
         layers.set_attn_implementation(attend_per_document())
         if layers.config.get_text_config()._attn_implementation != ATTENTION:
             return Probe(OWN_CODE)
@@ -174,7 +172,7 @@ def find_problem(leak: float, allowed: float, difference: float, most: float) ->
         return (
             f"changing one document moves the logits of others by {leak:.1e} of its own "
             "change, so a layer leaks across documents (a convolution, linear attention, a state "
-            "space, attention in its own code)"
+            "space, attention in its own code or without its documents)"
         )
     if not difference <= most:
         return (
