@@ -6,6 +6,7 @@ from .model.answers import lay_out
 from .model.defaults import decay_groups
 from .model.for_plugins import decoder_layers, find_modules, meta_model
 from .model.published import meta_copy
+from .model.same_base import ensure_same_base
 from .model.tensor_shards import num_weights, shard_of, whole_shape
 from .ranks.artefacts import artefact
 from .ranks.optimizer_checks import optimizers_in
@@ -15,6 +16,7 @@ __all__ = [
     "buffer",
     "decay_groups",
     "decoder_layers",
+    "ensure_same_base",
     "find_modules",
     "fused_head",
     "lay_out",

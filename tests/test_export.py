@@ -16,7 +16,7 @@ from plugsft.base.atomic import damage
 from plugsft.base.errors import PlugsftError
 from plugsft.commands.model import export
 from plugsft.export.chat import load as load_speaker
-from plugsft.model.weight_files import sampled_digest
+from plugsft.model.same_base import sampled_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -292,10 +292,9 @@ def test_adapters_are_not_put_onto_a_base_that_has_changed_since(run, tmp_path):
     with pytest.raises(PlugsftError, match=changed):
         load_speaker(run / "model")
     shutil.rmtree(run / "model")  # now of the checkpoint
-    with pytest.raises(
-        PlugsftError, match="the weights in the model's files changed; put the old files back"
-    ):
-        export(run, True, None)
+    for merge, target in ((True, None), (False, tmp_path / "whole")):
+        with pytest.raises(PlugsftError, match=r"changed since this run.*put the old files"):
+            export(run, merge, target)
 
 
 def test_a_change_far_into_a_large_file_of_weights_is_seen(tmp_path):

@@ -48,8 +48,9 @@ EXPORTED = {
     """,
     "plugsft.data_kit": "Tokenizer Tokens cut render_pairs share_prompts",
     "plugsft.kit": """
-        artefact buffer decay_groups decoder_layers find_modules fused_head lay_out make_labels
-        meta_copy meta_model model_inputs num_weights optimizers_in shard_of target_places whole_shape
+        artefact buffer decay_groups decoder_layers ensure_same_base find_modules fused_head
+        lay_out make_labels meta_copy meta_model model_inputs num_weights optimizers_in shard_of
+        target_places whole_shape
     """,
 }
 COMMANDS = _words("""
@@ -82,6 +83,8 @@ FACES += [HOUSE / "model/answer_loss.py", ROOT / "plugins/bfd_packing/packer.py"
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 # Likewise the functions of `plugsft.api`, and a run's tables and model.
 LATE += [HOUSE / "start/train.py", HOUSE / "api/functions.py", HOUSE / "api/results.py"]
+# And a check that only a model's class can make.
+LATE.append(HOUSE / "audit/check_recipe.py")
 
 
 @cache

@@ -16,8 +16,10 @@ from transformers import (
     MixtralConfig,
     Qwen3MoeConfig,
 )
+from transformers.core_model_loading import rename_source_key
 
 from plugsft import RecipeError
+from plugsft.model import weight_files
 from plugsft.model.load import ModelLoad, make_load
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.model.weight_files import WeightFiles
@@ -31,6 +33,8 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+FILE = "model.safetensors"
 
 
 @pytest.fixture
@@ -47,6 +51,18 @@ def loaded(folder):
 def test_weights_are_left_in_their_files(folder):
     model, load = loaded(folder)
     assert load.files.shapes and all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_each_name_in_the_files_is_renamed_once(folder, monkeypatch):
+    names = []
+
+    def count(name, *rest):
+        names.append(name)
+        return rename_source_key(name, *rest)
+
+    monkeypatch.setattr(weight_files, "rename_source_key", count)
+    loaded(folder)
+    assert names == [*dict.fromkeys(names)] and {*names} == {*load_file(folder / FILE)}
 
 
 def test_a_whole_model_is_loaded_straight_to_the_gpu(folder, tmp_path):
@@ -139,6 +155,7 @@ def test_a_soft_cap_of_attention_is_computed(tmp_path, empty):
     model = ModelLoad(str(tmp_path), {"dtype": torch.float32}, empty).load_model()
     chosen = model.get_correct_attn_implementation(None)
     assert [model.model.layers[0].self_attn.config._attn_implementation, chosen] == ["eager"] * 2
+    assert "_supports_sdpa" not in vars(type(model)), "others of its class may have no soft cap"
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):

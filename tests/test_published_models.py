@@ -26,7 +26,11 @@ from plugin_packages import activate, install
 from published import MODELS, PROCESSOR, ignored_tensors, publish, stored, tokenizer
 from safetensors.torch import load_file
 from saved_runs import checkpoint, forget, read
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from plugsft.base.atomic import publish as publish_folder
 from plugsft.model.load import ModelLoad
@@ -68,7 +72,7 @@ def table(seen, others):
 
 def recipe_of(folder, base, plugins, **model):
     """Write a recipe that trains two steps on text."""
-    tables = tiny_tables(folder, PAIRS if "dpo" in plugins else chats(8))
+    tables = tiny_tables(folder, PAIRS if {"dpo", "reward"} & {*plugins} else chats(8))
     tables["model"] = {"path": str(base)} | model
     tables["data"]["max_length"] = 128
     tables["train"] |= {"batch_size": 4, "micro_batch": 2, "steps": 2}
@@ -196,9 +200,11 @@ def test_a_base_that_is_damaged_meanwhile_costs_no_training(tmp_path, monkeypatc
 def test_a_tensor_that_would_be_lost_is_refused(tmp_path, name):
     name = f"model.language_model.layers.{name}"
     base = publish("qwen3_5", tmp_path / "base", {name: torch.ones(4)})
-    result = run_plugsft(recipe_of(tmp_path, base, {}))
-    assert result.returncode == 2, result.stderr
-    assert re.search(r"model\.path: .*\b1 tensor", result.stderr) and name in result.stderr
+    recipe = recipe_of(tmp_path, base, {})
+    for words in ((recipe,), (recipe, "model.text_only=true"), ("check", recipe)):
+        result = run_plugsft(*words)
+        assert result.returncode == 2, result.stderr
+        assert re.search(r"model\.path: .*\b1 tensor", result.stderr) and name in result.stderr
 
 
 @pytest.mark.parametrize("family", ["blip", "qwen2_audio"])
@@ -230,6 +236,15 @@ def test_the_text_alone_is_saved_if_the_recipe_says_so(tmp_path):
     assert not (tmp_path / "run/model" / PROCESSOR[0]).exists()
 
 
+def test_adapters_of_a_reward_model_are_merged_into_the_class_for_text(tmp_path):
+    base = publish("qwen3_5", tmp_path / "base")
+    must_succeed(recipe_of(tmp_path, base, LORA | {"reward": {}}))
+    must_succeed("export", tmp_path / "run", "--merge", "--to", tmp_path / "merged")
+    merged = load(tmp_path / "merged", AutoModelForSequenceClassification)
+    assert type(merged).__name__ == "Qwen3_5TextForSequenceClassification"
+    assert merged.config.num_labels == 1
+
+
 # Adapters and a checkpoint that plugsft 0.1.0 (commit 1faea179) wrote, with r = 1.
 OLD = ROOT / "tests/data/text_only"
 
@@ -248,14 +263,17 @@ def old_adapters(folder, base):
 def test_adapters_of_the_class_for_text_are_refused_until_export_renames_them(tmp_path):
     base, new = publish("qwen3_5", tmp_path / "base"), tmp_path / "new"
     old = old_adapters(tmp_path / "old", base)
+    recipe = recipe_of(tmp_path, base, {"lora": {"adapter": str(old)}})
     for words in (
         ("chat", old, "--ask", "hello"),
         ("export", old, "--merge"),
-        (recipe_of(tmp_path, base, {"lora": {"adapter": str(old)}}),),
+        (recipe,),
+        ("check", recipe),
     ):
         result = run_plugsft(*words)
         assert result.returncode == 2, result.stderr
         assert f"plugsft export {old} --to FOLDER" in result.stderr, words
+        assert "Error: " not in result.stderr
     said = must_succeed("export", old, "--to", new).stdout
     assert "its adapters have the names of Qwen3_5ForConditionalGeneration now" in said
     before, after = (load_file(one / "adapter_model.safetensors") for one in (old, new))

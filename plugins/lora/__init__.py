@@ -90,13 +90,16 @@ class Lora:
         ensure_options_work(self, recipe)
         from plugsft.kit import meta_model
 
+        from .adapters import adapt
         from .continued import settings_of
         from .targets import choose_modules, choose_weights
 
-        settings, _ = settings_of(self)
+        settings, trained = settings_of(self)
         if (model := meta_model(recipe)) is not None:
             targets, _ = choose_modules(settings, model)
             choose_weights(settings, model, targets)
+            if trained and not recipe.provides("reward_model"):  # it gets another head first
+                trained.ensure_fits(adapt(model, trained.config_for(settings, model)))
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:

@@ -57,15 +57,11 @@ def add_adapters(
     folder = Path(load.path)
     # A local path becomes absolute; a hub name is unchanged.
     base = str(folder.resolve()) if folder.is_dir() else load.path
-    make = trained.config_for if trained else new_config
-    config = make(plugin, load, base, model)
-    config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns of settings that are right here
-        try:
-            adapted = AdaptedModel(model, config)
-        except ValueError as error:  # peft does not support this model
-            raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
+    if trained:
+        trained.note_base(load, base)
+        adapted = adapt(model, trained.config_for(plugin, model))
+    else:
+        adapted = adapt(model, new_config(plugin, load, base, model))
     ensure_readable(adapted)
     hand_factors(adapted)
     initialize(adapted, plugin.init, plugin.seed)
@@ -80,6 +76,17 @@ def add_adapters(
         adapted.summary += f"; {frozen}"
         say(f"warning: plugin lora: {frozen}")
     return adapted
+
+
+def adapt(model: Any, config: LoraConfig) -> AdaptedModel:
+    """Add new adapters to the layers of a model."""
+    config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of settings that are right here
+        try:
+            return AdaptedModel(model, config)
+        except ValueError as error:  # peft does not support this model
+            raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
 
 
 def new_config(plugin: Lora, load: ModelLoad, base: str, model: Any) -> LoraConfig:

@@ -19,6 +19,7 @@ from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, RecipeError, reason_of, say
+from plugsft.kit import ensure_same_base
 
 from .layers import NAME, FastLinear, adapted_layers
 from .targets import reward_head
@@ -101,14 +102,23 @@ class TrainedAdapters:
             raise RecipeError(problems)
         return settings
 
-    def config_for(self, plugin: Lora, load: ModelLoad, base: str, model: Any) -> LoraConfig:
-        """Return the settings of the adapters for this base model; warn of another one."""
-        config, revision = self.config, load.kwargs.get("revision")
+    def config_for(self, plugin: Lora, model: Any) -> LoraConfig:
+        """Return the settings of the adapters for this model."""
+        config = self.config
         if reward_head(model) is not None and config.task_type != TaskType.SEQ_CLS:
             raise self._refusal(
                 " is of a language model, and this run trains a head of its own; "
                 f"{self.merge_first}"
             )
+        config.lora_dropout, config.inference_mode = plugin.dropout, False
+        config.init_lora_weights = True
+        config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+        return config
+
+    def note_base(self, load: ModelLoad, base: str) -> None:
+        """Note the base in the settings; refuse other weights, warn of another place or kind."""
+        config, revision = self.config, load.kwargs.get("revision")
+        ensure_same_base(Path(self.place), base, revision)
         their_base, theirs = str(config.base_model_name_or_path), config.revision or "main"
         then = stored_quantization(self.place)
         quantization = load.kwargs.get("quantization_config")
@@ -127,13 +137,9 @@ class TrainedAdapters:
                 "model"
             )
         config.base_model_name_or_path, config.revision = base, revision
-        config.lora_dropout, config.inference_mode = plugin.dropout, False
-        config.init_lora_weights = True
-        config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
-        return config
 
-    def load_into(self, model: Any, plugin: Lora) -> None:
-        """Load the weights into a model; the reference becomes the model with them."""
+    def ensure_fits(self, model: Any) -> None:
+        """Refuse weights that are not those of a model's adapters, or are not finite."""
         names = {name.removesuffix(".weight") for name in model.shapes}
         stored = {name.removesuffix(".weight") for name in self.weights}
         if names != stored:
@@ -155,6 +161,10 @@ class TrainedAdapters:
                 f": {wrong[0]} has values that are not finite; the file is damaged, or its "
                 "training diverged; name other adapters"
             )
+
+    def load_into(self, model: Any, plugin: Lora) -> None:
+        """Load the weights into a model; the reference becomes the model with them."""
+        self.ensure_fits(model)
         try:
             set_peft_model_state_dict(model, self.weights)
         except RuntimeError as error:

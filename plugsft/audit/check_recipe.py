@@ -109,6 +109,11 @@ def _check(
             ensure_model_fits(recipe)
             _ensure_whole_weights(recipe.model)
             new = recipe.model.scratch
+            if not new:
+                # Only the model's class knows its tensors, and that imports torch.
+                from ..model.for_plugins import ensure_tensors_known
+
+                ensure_tensors_known(recipe)
             name = f"new, at most {parameters(new):,} parameters" if new else recipe.model.path
             limit = f"max_length {recipe.data.max_length:,} fits its context"
             findings.ok("model", f"{name}; {limit}")

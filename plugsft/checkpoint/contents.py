@@ -16,24 +16,18 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..base.checksums import digest, file_digest
-from ..base.limits import read_json_object
 from ..model.published import taken_out
-from ..model.weight_files import find_file, weights_digest
+from ..model.same_base import WEIGHTS, read_settings, settings_of, weights_digest
 from ..ranks.agree import from_main
 from ..ranks.precision import dtypes_of
-from ..recipe.parse import flatten
 from ..registry.active import Active, options_of
-from .same_run import changed, show
 
 if TYPE_CHECKING:
     from ..run import Run
 
-WEIGHTS = "the weights in the model's files"
-NOT_LEARNED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of config.json that change no result: the recipe chooses the type of numbers."""
 REMOTE_CODE = "transformers_modules"
 """The package into which transformers copies the Python files of models."""
 
@@ -105,34 +99,6 @@ def contents_of(run: Run) -> Contents:
         for name, (path, revision) in read.items():
             contents.read_weights(name, path, revision)
     return contents
-
-
-def read_settings(path: str, revision: str | None, name: str) -> dict[str, Any]:
-    """Read a JSON file of a model, if it has that file."""
-    file = find_file(path, name, revision)
-    return read_json_object(Path(file)) if file else {}
-
-
-def settings_of(path: str, revision: str | None, name: str = CONFIG_NAME) -> dict[str, Any]:
-    """Return what a model's config.json says, without what changes no result."""
-    config = flatten(read_settings(path, revision, CONFIG_NAME))
-    return {
-        f"{name}: {key}": value
-        for key, value in config.items()
-        if key.rpartition(".")[2] not in NOT_LEARNED
-    }
-
-
-def base_changes(
-    then: Mapping[str, Any], path: str, revision: str | None, weights: bool = True
-) -> list[str]:
-    """Say what a model's files hold otherwise than when these contents were stored."""
-    now, settings = settings_of(path, revision), then["settings"]
-    before = {name: value for name, value in settings.items() if name.startswith(CONFIG_NAME)}
-    changes = show(changed(before, now), before, now)
-    if weights and then["checksums"][WEIGHTS] not in ("", weights_digest(path, revision)):
-        changes.append(f"{WEIGHTS} changed")
-    return changes
 
 
 def code_of(model: Any) -> dict[str, str]:

@@ -17,13 +17,11 @@ from ..data.load_tokenizer import end_generation
 from ..hooks import Run
 from ..model.load import persistent_buffers
 from ..model.published import meta_copy, set_dtype
+from ..model.same_base import BASE
 from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import WeightFiles, find_weight_files, group_tensors
 from ..ranks.agree import agreed
 from ..recipe.capabilities import Capability
-
-BASE = "base_model.json"
-"""File in a folder of adapters: what they go with."""
 
 
 def ensure_saveable(model: Any) -> None:
@@ -38,7 +36,7 @@ def ensure_saveable(model: Any) -> None:
     kept = tensors_to_save(twin, state)
     try:
         written = revert_weight_conversion(twin, dict(kept))
-        made, _ = group_tensors(twin, {name: tensor.shape for name, tensor in written.items()})
+        made, *_ = group_tensors(twin, {name: tensor.shape for name, tensor in written.items()})
     except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
     lost = [

@@ -1,7 +1,7 @@
 """Whether a checkpoint belongs to a recipe: the keys that affect results, compared. No torch."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -9,7 +9,7 @@ from ..base.console import say
 from ..base.errors import CheckpointError, reason_of
 from ..base.limits import read_json_object
 from ..recipe.capabilities import Capability
-from ..recipe.parse import anchored, defaults_of, flatten
+from ..recipe.parse import anchored, changed, defaults_of, flatten, show
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
@@ -102,28 +102,10 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs; "" stands for the checksum of a file that could not be read."""
-    return [
-        name
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name) and "" not in (then.get(name), now.get(name))
-    ]
-
-
-def show(names: Iterable[str], then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Show the values of what has changed."""
-    return [f"{name} was {_show(then.get(name))} and is {_show(now.get(name))}" for name in names]
-
-
 def _is_later(key: str, step: int) -> bool:
     """Tell whether a key changes the learning rate after a step; an empty table changes nothing."""
     table, _, change = key.rpartition(".")
     return key == CHANGED_RATE or (table == CHANGED_RATE and int(change) >= step)
-
-
-def _show(value: Any) -> str:
-    return "not set" if value is None else repr(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns
 from ..model.load import grow_embeddings
 from ..model.published import from_files
+from ..model.same_base import is_text_only
 from ..output.folder import ADAPTER, base_model, warn_of_changes
 from .answers import Answers
 from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization, rows_with_added_tokens
-from .verified import ensure_same_base, is_text_only
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -119,12 +119,12 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         if adapted:
             grow_embeddings(model, rows_with_added_tokens(folder, trusted))
             model = add_adapters(model, folder).get_base_model()
+    except PlugsftError:
+        raise
     except Exception as error:  # transformers raises whatever its readers raise
         raise PlugsftError(
             f"{folder}: no model could be loaded: {explain_load_error(place, error)}"
         ) from error
-    if adapted:
-        ensure_same_base(folder, place, revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -18,7 +18,6 @@ from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError, explain_load_error
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
-from ..checkpoint.contents import base_changes
 from ..checkpoint.files import ShardReader
 from ..checkpoint.final_model import finish_later, write_base
 from ..checkpoint.same_run import read_state
@@ -29,7 +28,8 @@ from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.kept_tensors import KeptTensors, kept_tensors
 from ..model.load import grow_embeddings, make_load
-from ..model.published import from_files, read_config, set_dtype
+from ..model.published import build, from_files, read_config, set_dtype
+from ..model.same_base import base_changes, is_text_only
 from ..model.tensor_shards import shard_of
 from ..output.folder import ADAPTER, base_model
 from ..ranks.connect import silence_libraries
@@ -46,7 +46,7 @@ from .quantized import (
     quantization,
     rows_with_added_tokens,
 )
-from .verified import ensure_same_base, is_text_only, source_of
+from .verified import source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -199,12 +199,13 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
             copy_restored_weights(model, plain)
             trained = compute_logits(add_adapters(keep_stored_weights(model), folder))
         model = add_adapters(plain.float(), folder)
+    except PlugsftError:
+        raise
     except Exception as error:  # peft and transformers raise whatever their readers raise
         raise PlugsftError(
             f"{folder}: the adapters cannot be loaded onto their base model {base}: "
             f"{explain_load_error(base, error)}"
         ) from error
-    ensure_same_base(folder, base, revision)
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")
     computes = quantized.get("dtype", stored)
@@ -215,7 +216,11 @@ def load_model(folder: Path, place: str | Path, **options: Any) -> Any:
     """Load a model of the kind that a folder's model, or its adapters, are for."""
     if is_reward_model(folder):
         auto: Any = AutoModelForSequenceClassification
-        return auto.from_pretrained(place, num_labels=1, **options)
+        # The class for text got the head; its configuration may be a part of the folder's.
+        with torch.device("meta"):
+            config = build(read_config(str(place), options), text_only=True).config
+        config.num_labels = 1
+        return auto.from_pretrained(place, config=config, **options)
     return from_files(str(place), is_text_only(folder), **options)[0]
 
 
@@ -284,10 +289,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     model: Any = hooks.optimize_model(load=how)
     how.kept.open()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    is_whole = not hasattr(model, "peft_config")
     untrained = bool(how.kept.tensors) or len(trained) < len([*model.parameters()])
     changes = base_changes(state["contents"], how.path, how.kwargs.get("revision"), untrained)
-    if is_whole and changes:  # adapters note their base, and are compared when they are used
+    if changes:
         raise CheckpointError(
             f"{path}: {how.path} has changed since this run: {'; '.join(changes)}; put the old "
             "files back"
@@ -298,7 +302,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         for weight_name, weight in trained.items():
             reader.fill(f"{WEIGHTS}/{weight_name}", shard_of(weight), exact=False)
     end_generation(model, tokenizer)
-    if is_whole:
+    if not hasattr(model, "peft_config"):
         dtype = getattr(torch, recipe.model.dtype)
         cast(model, dtype)
         set_dtype(model.config, dtype)

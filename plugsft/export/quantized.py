@@ -15,6 +15,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from ..base.errors import PlugsftError
 from ..base.limits import read_json_object
 from ..base.machine import not_installed
+from ..model.same_base import ensure_same_base
 from ..output.folder import base_model
 from ..recipe.capabilities import Capability
 from .adapter_names import ensure_found
@@ -52,8 +53,10 @@ def quantization(folder: Path) -> dict[str, Any]:
 def add_adapters(model: Any, folder: Path) -> Any:
     """Return a model with the adapters of a folder.
 
-    By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
+    Refuses another base. By peft: transformers 5.17 leaves the modules of modules_to_save at random
+    values.
     """
+    ensure_same_base(folder, *base_model(folder))
     ensure_found(model, folder)
     peft: Any = import_module("peft")
     with warnings.catch_warnings():
@@ -87,9 +90,9 @@ def keep_stored_weights(model: Any) -> Any:
     return model
 
 
-def copy_restored_weights(quantized: Module, plain: Module) -> int:
-    """Copy the weights of a quantized model, restored, into an unquantized one; count them."""
-    modules, copied = dict(quantized.named_modules()), 0
+def copy_restored_weights(quantized: Module, plain: Module) -> None:
+    """Copy the weights of a quantized model, restored, into an unquantized one."""
+    modules = dict(quantized.named_modules())
     for name, module in plain.named_modules():
         layer: Any = modules[name]
         if not hasattr(layer, "source_cls"):  # the class before quantization
@@ -100,5 +103,3 @@ def copy_restored_weights(quantized: Module, plain: Module) -> int:
         # transformers quantizes on a GPU if there is one, and stores GPT-2's layers transposed.
         values = values.detach().cpu()
         module.weight.data = values.t().contiguous() if isinstance(module, Conv1D) else values
-        copied += 1
-    return copied

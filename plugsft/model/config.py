@@ -39,6 +39,20 @@ def load_config(model: Model) -> PretrainedConfig:
     return config
 
 
+def local_folder(model: Model) -> Path | None:
+    """Return the folder of a model that is on this machine: its own, or one in the hub's cache."""
+    folder = Path(str(model.path))
+    if folder.is_dir():
+        return folder
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            str(folder), revision=model.revision, local_files_only=True
+        )
+    except Exception:  # any error of the hub: the model is not on this machine
+        return None
+    return Path(snapshot)
+
+
 def ensure_no_code_of_others(config: PretrainedConfig, trusted: bool) -> None:
     """Refuse a configuration that asks for a kernel of the hub, whose code would run."""
     kernel = str(config._attn_implementation)

@@ -9,7 +9,8 @@ from transformers import GradientCheckpointingLayer, LlamaConfig
 
 from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Recipe
-from .config import load_config
+from .config import load_config, local_folder
+from .kept_tensors import kept_tensors
 from .published import build
 
 
@@ -21,8 +22,11 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
     return layers
 
 
-def meta_model(recipe: Recipe) -> Any:
-    """Return the recipe's model without weights, or None if it cannot be built."""
+def meta_model(recipe: Recipe, published: bool = False) -> Any:
+    """Return the recipe's model without weights, or None if it cannot be built.
+
+    `published`: of its published class, also where its text alone is trained.
+    """
     model = recipe.model
     # The core reports a model that cannot be built.
     with suppress(Exception), torch.device("meta"):
@@ -33,10 +37,18 @@ def meta_model(recipe: Recipe) -> Any:
         else:
             config = load_config(model)
         text_only = model.text_only or recipe.provides("reward_model") is not None
+        text_only = text_only and not published
         empty = build(config, text_only, trust_remote_code=model.trust_remote_code)
         empty.tie_weights()
         return empty
     return None
+
+
+def ensure_tensors_known(recipe: Recipe) -> None:
+    """Refuse tensors in a model's files that have no place in it: reads the files' headers."""
+    folder, model = local_folder(recipe.model), meta_model(recipe, published=True)
+    if folder and model:
+        kept_tensors(model, str(folder), None)
 
 
 def find_modules(

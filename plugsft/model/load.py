@@ -12,6 +12,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -20,11 +21,18 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..base.console import say
-from ..base.errors import PluginError, RecipeError
+from ..base.errors import PluginError, PlugsftError, RecipeError
 from ..recipe.tables import Model, Scratch
 from .config import ensure_weights_inside, load_error, sees
 from .kept_tensors import KeptTensors, kept_tensors
-from .published import build, from_files, meta_copy, read_config
+from .published import (
+    build,
+    ensure_reads_text,
+    from_files,
+    meta_copy,
+    read_config,
+    without_weights,
+)
 from .tensor_shards import whole_shape
 from .weight_files import WeightFiles, find_weight_files
 
@@ -61,14 +69,19 @@ class ModelLoad:
             config = read_config(self.path, self.kwargs)
             skeleton = self._skeleton(config) if self.empty and not self.new_tokens else None
             model: PreTrainedModel = skeleton or self._whole()
+            revision = self.kwargs.get("revision")
             if self.text_only and sees(config):
+                # Refuses what neither class knows.
+                whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+                kept_tensors(without_weights(whole, config), self.path, revision)
                 say(
                     f"model: trained and saved as {type(model).__name__}, as transformers loads "
                     f"the published {config.architectures[0]} for text"
                 )
             else:
-                self.kept = kept_tensors(model, self.path, self.kwargs.get("revision"))
-        except RecipeError:
+                ensure_reads_text(model)
+                self.kept = kept_tensors(model, self.path, revision, self.files.names)
+        except PlugsftError:
             raise
         except Exception as error:  # transformers passes on all errors of its parsers and the hub
             raise load_error(self.path, error) from error
@@ -145,7 +158,7 @@ def grow_embeddings(model: Any, rows: int) -> None:
 def keep_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model whose attention computes its soft cap: SDPA of transformers 5.17 drops it."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        type(model)._supports_sdpa = False
+        model._supports_sdpa = False
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")
     return model

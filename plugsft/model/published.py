@@ -81,6 +81,8 @@ def take_out(model: Any, attention: str | None = None) -> Any:
 
 def ensure_reads_text(model: Any) -> None:
     """Refuse a class whose forward pass asks for more than text, or for what was taken out."""
+    if not taken_out(model):
+        return
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         meta_copy(model)(input_ids=ids, use_cache=False)
@@ -96,9 +98,14 @@ def ensure_reads_text(model: Any) -> None:
 
 def set_dtype(config: Any, dtype: torch.dtype) -> None:
     """Note the type of a saved model in its configuration, and in those of its parts."""
-    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-        if part is not None:
-            part.dtype = dtype
+    for part in parts_of(config):
+        part.dtype = dtype
+
+
+def parts_of(config: Any) -> list[Any]:
+    """Return a configuration, and those of the parts of its model."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return [part for part in parts if part is not None]
 
 
 def taken_out(model: Any) -> list[str]:
@@ -116,18 +123,22 @@ def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # a kernel wants data, and support by all parts
     # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
-    nested = [getattr(config, name, None) for name in config.sub_configs]
-    for each in filter(None, [config, *nested]):
-        each.dtype = getattr(torch, each.dtype) if isinstance(each.dtype, str) else each.dtype
+    for part in parts_of(config):
+        part.dtype = getattr(torch, part.dtype) if isinstance(part.dtype, str) else part.dtype
+    copied = without_weights(model_class, config)
+    copied._weight_conversions = getattr(model, "_weight_conversions", None)
+    if again and taken_out(model):
+        take_out(copied)
+    return copied  # type: ignore[no-any-return]
+
+
+def without_weights(model_class: Any, config: Any) -> Any:
+    """Build a model on the meta device."""
     # Under ZeRO-3, transformers would shard and initialize the models inside a model.
     zero3_config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # untyped upstream
     try:
         with torch.device("meta"):
-            copied = model_class(config)
+            return model_class(config)
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = zero3_config
-    copied._weight_conversions = getattr(model, "_weight_conversions", None)
-    if again and taken_out(model):
-        take_out(copied)
-    return copied  # type: ignore[no-any-return]

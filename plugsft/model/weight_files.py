@@ -6,7 +6,6 @@ can be compared with its files.
 """
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import xxhash
 from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -32,18 +30,13 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from ..base.checksums import cached_file_digest, digest
-from ..base.errors import RecipeError
 from .tensor_shards import TensorShard
 
 SAMPLE = 64
 """Numbers in each of the three compared samples of a tensor."""
 
-FILE_SAMPLES, SAMPLE_BYTES = 32, 4096
-"""Samples of each file that a checksum of weights covers, and the bytes of each."""
-
-SHA256_DIGITS = 64
-
+Renamed = dict[str, tuple[str, str | None]]
+"""Name of a tensor in the files -> in the model, and the converter's pattern."""
 Read = Callable[[str], Tensor]
 """Name of a tensor in the files -> its values."""
 
@@ -92,20 +85,22 @@ class TensorGroup:
 
 def group_tensors(
     model: Any, shapes: Mapping[str, Iterable[int]]
-) -> tuple[dict[str, TensorGroup], list[Any]]:
+) -> tuple[dict[str, TensorGroup], Renamed, list[Any]]:
     """Group tensors in files by those of the model that they become; without a model, each alone.
 
-    Also gives the rules of transformers by which they do. Nothing is read.
+    Also gives how they are renamed, and the rules of transformers by which they are. Nothing is
+    read.
     """
     groups: dict[str, TensorGroup] = {}
     if model is None:
         for name, shape in shapes.items():
             groups[name] = TensorGroup(name, None, {name: [name]}, {name: tuple(shape)})
-        return groups, []
+        return groups, {}, []
     rules, state = conversions_of(model), model.state_dict()
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    for name, (target, pattern) in renamed(model, shapes, rules).items():
+    names = renamed(model, shapes, rules)
+    for name, (target, pattern) in names.items():
         if target in state:
             converter = by_pattern[pattern] if pattern is not None else None
             group = groups.setdefault(target, TensorGroup(target, converter))
@@ -114,7 +109,7 @@ def group_tensors(
         empty = group.convert(model, lambda name: torch.empty(tuple(shapes[name]), device="meta"))
         group.shapes = {name: tuple(tensor.shape) for name, tensor in empty.items()}
         groups |= dict.fromkeys(group.shapes, group)
-    return groups, [rule for rule in rules if rule.was_used()]
+    return groups, names, [rule for rule in rules if rule.was_used()]
 
 
 def conversions_of(model: Any) -> list[Any]:
@@ -123,9 +118,7 @@ def conversions_of(model: Any) -> list[Any]:
     return [*get_model_conversion_mapping(model, hf_quantizer=quantizer)]
 
 
-def renamed(
-    model: Any, names: Iterable[str], rules: Sequence[Any] | None = None
-) -> dict[str, tuple[str, str | None]]:
+def renamed(model: Any, names: Iterable[str], rules: Sequence[Any] | None = None) -> Renamed:
     """Return the names in a model's files -> those in the model, and the converters' patterns."""
     rules = conversions_of(model) if rules is None else rules
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -154,8 +147,8 @@ class WeightFiles:
             file: Any = safe_open(path, "pt")
             self._files |= dict.fromkeys(file.keys(), file)
         shapes = {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
-        self._groups, self.conversions = group_tensors(model, shapes)
-        """transformers' rules by which tensors were converted."""
+        self._groups, self.names, self.conversions = group_tensors(model, shapes)
+        """How tensors were renamed, and transformers' rules by which they were converted."""
         self.shapes = {name: group.shapes[name] for name, group in self._groups.items()}
         """Tensor of the model -> its shape after conversion."""
 
@@ -237,32 +230,3 @@ def find_weight_files(path: str, revision: str | None) -> list[str]:
     index = find_file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
     files = json.loads(Path(index).read_text())["weight_map"].values() if index else ()
     return [str(find_file(path, file, revision)) for file in sorted({*files})]
-
-
-def sampled_digest(path: str, revision: str | None) -> str:
-    """Tell models apart by samples of their files: reading all of these would take minutes."""
-    sampled = {}
-    for file in map(Path, find_weight_files(path, revision)):
-        size, checksum = file.stat().st_size, xxhash.xxh3_64()
-        with file.open("rb") as opened:
-            for sample in range(FILE_SAMPLES):
-                opened.seek(size * sample // FILE_SAMPLES)
-                checksum.update(opened.read(SAMPLE_BYTES))
-        sampled[file.name] = f"{size} {checksum.hexdigest()}"
-    return digest(sampled)[:8]
-
-
-def weights_digest(path: str, revision: str | None) -> str:
-    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
-    files = find_weight_files(path, revision)
-    if not files:
-        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
-    return digest({Path(file).name: _weights_file_digest(Path(file)) for file in files})
-
-
-def _weights_file_digest(path: Path) -> str:
-    """Return the sha256 of a file, which is its name in the hub's cache."""
-    stored = path.resolve()
-    if stored.parent.name == "blobs" and len(stored.name) == SHA256_DIGITS:
-        return stored.name
-    return cached_file_digest(path, hashlib.sha256)

@@ -1,14 +1,10 @@
 """Disk space that a run needs, estimated before it begins."""
 
-from pathlib import Path
-
-import huggingface_hub
-
 from ..base.atomic import list_checkpoints
 from ..base.console import format_size
 from ..base.errors import RecipeError
 from ..base.machine import free_disk
-from ..model.config import load_config
+from ..model.config import load_config, local_folder
 from ..recipe.tables import Model, Recipe, Scratch
 from ..registry.active import Active
 
@@ -58,15 +54,9 @@ def _weights(model: Model) -> int | None:
     """Bytes of the weights as they are written; None if the model is not on this machine."""
     if model.scratch:
         return parameters(model.scratch) * BYTES[model.dtype]
-    folder = Path(str(model.path))
-    if not folder.is_dir():
-        try:
-            snapshot = huggingface_hub.snapshot_download(
-                str(folder), revision=model.revision, local_files_only=True
-            )
-        except Exception:  # any error of the hub: the model is not on this machine
-            return None
-        folder = Path(snapshot)
+    folder = local_folder(model)
+    if folder is None:
+        return None
     stored = getattr(load_config(model).dtype, "itemsize", BYTES[model.dtype])
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return size * BYTES[model.dtype] // stored or None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.checksums import digest
 from ..model.load import ModelLoad
-from ..model.weight_files import sampled_digest
+from ..model.same_base import sampled_digest
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 

@@ -17,7 +17,7 @@ from ..base.types import Ints
 from ..hooks import Purpose, Run
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import ModelLoad
-from ..model.weight_files import weights_digest
+from ..model.same_base import weights_digest
 from ..tokens.store import Tokens
 from .agree import agreed, from_main, together
 from .precision import half_dtype

@@ -47,6 +47,24 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what differs; "" stands for the checksum of a file that could not be read."""
+    return [
+        name
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name) and "" not in (then.get(name), now.get(name))
+    ]
+
+
+def show(names: Iterable[str], then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Show the values of what has changed."""
+    return [f"{name} was {_show(then.get(name))} and is {_show(now.get(name))}" for name in names]
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is None else repr(value)
+
+
 def resolved(recipe: Recipe) -> str:
     """Return the recipe as TOML with all defaults and absolute paths."""
     return tomli_w.dumps(anchored(recipe))

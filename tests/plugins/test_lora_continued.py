@@ -1,6 +1,7 @@
 """lora goes on from trained adapters, and their model is the reference."""
 
 import json
+import shutil
 import tomllib
 from functools import partial
 
@@ -228,11 +229,14 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     result = run_ranks(2, recipe, f"output={tmp_path / 'two'}")
     assert result.returncode == 0, result.stderr
     assert curve(tmp_path / "two") == pytest.approx(curve(whole), rel=1e-5)
-    # Of another base, the run says so.
-    said = must_succeed(
-        recipe, f"output={tmp_path / 'other'}", f"model.path={merged}", "train.steps=1"
-    ).stdout
+    # Of another base, the run says so; of other weights, it ends.
+    other = [recipe, f"output={tmp_path / 'other'}", "train.steps=1"]
+    moved = json.dumps(str(shutil.copytree(trained / "base/model", tmp_path / "moved")))
+    said = must_succeed(*other, f"model.path={moved}").stdout
     assert f"was trained on {trained / 'base/model'} (revision main), and model.path" in said
+    result = run_plugsft(*other, "--overwrite", f"model.path={merged}")
+    assert result.returncode == 2, result.stderr
+    assert f"was trained on other weights than those of {trained / 'merged'}" in result.stderr
 
 
 @only_full
