@@ -77,11 +77,14 @@ def ensure_same_run(
         cure = "Undo the changes"
         if then.get(RATE) != now.get(RATE):
             cure += f" (the steps that are left take {CHANGED_RATE}.{state['step']}={now[RATE]})"
+        new_run = "begin a new run in another output folder"
+        if f"{WEIGHT_FILES} have changed" not in differing:  # without them, nothing is exported
+            new_run += (
+                f", with its weights: plugsft export {path} --to FOLDER, then model.path = FOLDER "
+                f"(if it has adapters, {Capability.bundled('adapters').table} adapter = FOLDER)"
+            )
         raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. {cure}, or begin a new run "
-            f"with its weights, in another output folder: plugsft export {path} --to FOLDER, then "
-            "model.path = FOLDER (if it has adapters, "
-            f"{Capability.bundled('adapters').table} adapter = FOLDER)"
+            f"{path} belongs to another recipe: {'; '.join(differing)}. {cure}, or {new_run}"
         )
     if contents and (noted := changed(state["contents"]["noted"], contents["noted"])):
         say(f"warning: changed since {path.name}: {', '.join(noted)}; results may differ")
