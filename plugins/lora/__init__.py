@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -88,13 +89,16 @@ class Lora:
         from .options import ensure_options_work
 
         ensure_options_work(self, recipe)
-        from plugsft.kit import meta_model
+        from plugsft.kit import ensure_same_base, meta_model
 
         from .adapters import adapt
         from .continued import settings_of
         from .targets import choose_modules, choose_weights
 
         settings, trained = settings_of(self)
+        base = str(recipe.model.path)
+        if trained and Path(base).is_dir():  # those of the hub are compared as they are loaded
+            ensure_same_base(Path(trained.place), base, None)
         if (model := meta_model(recipe)) is not None:
             targets, _ = choose_modules(settings, model)
             choose_weights(settings, model, targets)

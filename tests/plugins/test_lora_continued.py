@@ -234,9 +234,10 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     moved = json.dumps(str(shutil.copytree(trained / "base/model", tmp_path / "moved")))
     said = must_succeed(*other, f"model.path={moved}").stdout
     assert f"was trained on {trained / 'base/model'} (revision main), and model.path" in said
-    result = run_plugsft(*other, "--overwrite", f"model.path={merged}")
-    assert result.returncode == 2, result.stderr
-    assert f"was trained on other weights than those of {trained / 'merged'}" in result.stderr
+    for words in ((*other, "--overwrite"), ("check", *other)):
+        result = run_plugsft(*words, f"model.path={merged}")
+        assert result.returncode == 2, result.stderr
+        assert f"was trained on other weights than those of {trained / 'merged'}" in result.stderr
 
 
 @only_full
