@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 3, "render": 7, "pairs": 4, "encode": 1, "mask": 2}
+VERSIONS = {"read": 3, "render": 8, "pairs": 4, "encode": 1, "mask": 2}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
@@ -274,6 +274,8 @@ def _prepare_tokens(
     tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
+    if unused := tokens.facts["unused_columns"]:
+        say(f"data: unused columns: {', '.join(unused)}")
     weights = tokens.columns.get(WEIGHT)
     if weights is not None:
         say(
@@ -321,6 +323,7 @@ def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[st
         "truncated": counted(total.truncated),
         "unrolled": total.unrolled,
         "warnings": total.warnings,
+        "unused_columns": total.unread,
         "mask": total.mask,
         "engines": dict(sorted(total.engines.items())),
         "sources": [

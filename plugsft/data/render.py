@@ -28,7 +28,6 @@ from .formats import (
     read_chat,
     read_text,
     read_weight,
-    similar,
 )
 
 T = TypeVar("T")
@@ -61,22 +60,6 @@ CHANGES_MEANING = {
     ),
 }
 """Columns that change the meaning of a row -> their own meaning."""
-HARDLY_CHANGES = {
-    **dict.fromkeys(
-        ("score", "scores", "reward", "rewards", "rating"),
-        "says how good a row is ([data.columns] weight can weigh rows by it)",
-    ),
-    "margin": f"tells {SCORES} how much better one answer is",
-    **dict.fromkeys(
-        ("ref_chosen_logps", "ref_rejected_logps"),
-        "holds log-probabilities of a reference",
-    ),
-    "system": "holds a system prompt",
-    "tools": "holds tools",
-    "chat_template_kwargs": "holds variables of the chat template",
-    "history": "holds earlier turns",
-}
-"""Columns with information that hardly changes the meaning of a row -> their own meaning."""
 EVERY, COMPLETION = "every token of the text", "the completion, and the end of the text"
 """What is trained of texts."""
 
@@ -175,7 +158,7 @@ def without(row: Row, columns: Collection[str]) -> Row:
 
 
 def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
-    """Mark rows with unread columns that change their meaning as bad; warn of other columns.
+    """List the unread columns; a row is bad if one of them changes its meaning.
 
     Null or empty columns do not count.
     """
@@ -185,28 +168,17 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
     for number, row in enumerate(rows):
         values = without(renamed(row, data), rendered.read)
         unread.update(values)
-        if number in rendered.bad:
-            continue
-        told = [name for name, value in values.items() if value not in (None, [], "")]
-        for name in told:
-            if meaning := CHANGES_MEANING.get(name.lower()):
-                reader = READERS.get(name.lower())
-                add = f"add {reader} to learn from it, or " if reader else ""
-                rendered.bad[number] = (
-                    f"'{name}' {meaning}, and no active plugin reads it; "
-                    f'{add}set data.ignore = ["{name}"] to train without it'
-                )
-            elif (meant := similar(name, frozenset(rendered.read))) and meant not in row:
-                rendered.bad[number] = (
-                    f"nothing reads '{name}'; did you mean '{meant}'? Set [data.columns] {meant} = "
-                    f'"{name}", or data.ignore = ["{name}"]'
-                )
-        if number in rendered.bad:
-            continue
-        for name in told:
-            if meaning := HARDLY_CHANGES.get(name.lower()):
-                warning = f"'{name}' {meaning}, and nothing reads it"
-                rendered.warnings.setdefault(warning, []).append(number)
+        for name, value in values.items():
+            meaning = CHANGES_MEANING.get(name.lower())
+            if meaning is None or value in (None, [], ""):
+                continue
+            reader = READERS.get(name.lower())
+            add = f"add {reader} to learn from it, or " if reader else ""
+            reason = (
+                f"'{name}' {meaning}, and no active plugin reads it; "
+                f'{add}set data.ignore = ["{name}"] to train without it'
+            )
+            rendered.bad.setdefault(number, reason)
     rendered.unread = sorted(unread)
 
 
