@@ -311,6 +311,12 @@ def test_each_turn_that_is_an_example_of_its_own_is_forecast(tiny, tmp_path, che
     assert ": all 22 rows: 24 examples with" in line
     assert any("chats: 2 chats unrolled into 4 examples" in line for line in found.ok)
     assert any("an epoch of 24 examples" in line for line in found.ok)
+    assert not any("times the tokens" in line for line in found.warn), "it costs little"
+    rows = [{"messages": turns * 6}] * 3
+    found = check(tiny(rows=rows, model={"chat_template": str(tmp_path / "forgets.jinja")}))
+    (line,) = (line for line in found.warn if "each answer of a chat is an example" in line)
+    assert re.search(r"makes 3\.\d times the tokens, .* with 6\.0 times the steps\. To train", line)
+    assert not any("times the tokens" in line for line in check(tiny(rows=rows)).warn)
 
 
 def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch, check):

@@ -21,7 +21,7 @@ from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import small_data
 from ..data.defaults import DataDefaults
-from ..data.prepare import TOKEN_HOOKS, open_data, open_named_tokens, summarize
+from ..data.prepare import TOKEN_HOOKS, data_warnings, open_data, open_named_tokens, summarize
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
@@ -227,6 +227,8 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedCo
         tokens = open_named_tokens(recipe, open_data(recipe, active), active)
         ensure_ids_known(recipe, tokens.facts["largest_id"])
         findings.ok("data", summarize(tokens.facts, "already prepared"))
+        for warning in data_warnings(tokens.facts):
+            findings.warn("data", warning)
         order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
         columns = {name: values[order] for name, values in tokens.plan_columns().items()}
         return EstimatedColumns(tokens.lengths[order], columns)

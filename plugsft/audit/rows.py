@@ -16,7 +16,7 @@ from ..base.errors import DataError
 from ..base.types import Ints, Rows
 from ..data.chat import Chat
 from ..data.formats import TEXTS, BadRow, format_of, read_chat
-from ..data.prepare import describe_unrolled
+from ..data.prepare import describe_unrolled, warn_of_turns
 from ..data.render import renamed
 from ..data.row_names import CURE_LONG, cure_bad, describe_warnings, name_rows
 from ..data.sample import Sample, sample_ranges
@@ -97,6 +97,7 @@ def audit(
         result.facts.append(("unused columns", ", ".join(sample.shard.unread)))
     if sample.shard.unrolled:
         result.facts.append(("chats", describe_unrolled(sample.shard.unrolled)))
+        result.warnings += warn_of_turns(vars(sample.shard))
     if not active.having("render"):
         _judge_chats(result, work, opened[source])
     _judge_rows(result, data)

@@ -23,10 +23,6 @@ CHATML = Path(__file__).with_name("chatml.jinja")
 BLOCKS = "the generation blocks of the recipe's chat template"
 SERVED = "each answer as a server would write it, by the chat template"
 WHOLE = "every token of the chat"
-UNROLLED = (
-    "the chat template writes a turn otherwise once others follow, so each trained turn of the "
-    "chat is an example of its own"
-)
 DROPPED_THOUGHT = "the chat template leaves out thoughts of the assistant"
 
 MAX_ANSWERS = 1000
@@ -151,9 +147,7 @@ class Chat:
         told = zip(trained, turns, strict=True)
         warnings = _lost_thoughts((messages[number], answer) for number, (_, answer) in told)
         whole = _join(turns, text)
-        if whole is not None:
-            return ChatExamples([whole], warnings)
-        return ChatExamples(turns, [*warnings, UNROLLED])
+        return ChatExamples(turns if whole is None else [whole], warnings)
 
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """The assistant's messages that are trained."""

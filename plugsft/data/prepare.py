@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -46,6 +46,9 @@ VERSIONS = {"read": 3, "render": 8, "pairs": 4, "encode": 1, "mask": 2}
 Raise a stage's version when its output changes: tokens are then prepared again.
 tests/test_preparation_versions.py fails if an output has changed and its version has not.
 """
+
+COSTLY = 1.5
+"""From so many times the tokens on, chats that are an example for each turn are warned of."""
 
 
 def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def prepare(recipe: Recipe, active: Active, with_others: WithOthers = None) -> P
     data = open_data(recipe, active)
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
-        say(f"data: {summarize(tokens.facts, 'already prepared')}")
+        _announce(tokens, "already prepared")
     else:
         tokens = _prepare_tokens(data.work, data.sources, active, with_others)
     evaluation = None
@@ -273,18 +276,7 @@ def _prepare_tokens(
 
     tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
-    say(f"data: {summarize(tokens.facts, origin)}")
-    if unused := tokens.facts["unused_columns"]:
-        say(f"data: unused columns: {', '.join(unused)}")
-    weights = tokens.columns.get(WEIGHT)
-    if weights is not None:
-        say(
-            f"data: examples have weights from {weights.min():g} to {weights.max():g}, "
-            f"{weights.mean():g} on average"
-        )
-    left_out = {f"{why}; left out": rows for why, rows in tokens.facts["bad_rows"].items()}
-    for warning in describe_warnings(tokens.facts["warnings"] | left_out):
-        say(f"warning: data: {warning}")
+    _announce(tokens, origin)
     return tokens
 
 
@@ -343,6 +335,27 @@ def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     return tokens
 
 
+def _announce(tokens: Tokens, origin: str) -> None:
+    """Say what the data is, and what its author may not mean."""
+    say(f"data: {summarize(tokens.facts, origin)}")
+    if unused := tokens.facts["unused_columns"]:
+        say(f"data: unused columns: {', '.join(unused)}")
+    weights = tokens.columns.get(WEIGHT)
+    if weights is not None:
+        say(
+            f"data: examples have weights from {weights.min():g} to {weights.max():g}, "
+            f"{weights.mean():g} on average"
+        )
+    for warning in data_warnings(tokens.facts):
+        say(f"warning: data: {warning}")
+
+
+def data_warnings(facts: dict[str, Any]) -> list[str]:
+    """Describe what the author of prepared data may not mean."""
+    left_out = {f"{why}; left out": rows for why, rows in facts["bad_rows"].items()}
+    return [*describe_warnings(facts["warnings"] | left_out), *warn_of_turns(facts)]
+
+
 def summarize(facts: dict[str, Any], origin: str) -> str:
     """Summarize prepared data in one line."""
     share = facts["trained_tokens"] / facts["tokens"]
@@ -365,3 +378,22 @@ def describe_unrolled(counts: dict[str, int]) -> str:
         f"{format_count(counts['chats'], 'chat')} unrolled into {counts['examples']:,} examples, "
         f"one for each trained turn, at {times:.1f} times their tokens"
     )
+
+
+def warn_of_turns(counts: Mapping[str, Any]) -> list[str]:
+    """Warn if examples for each trained turn cost much; `counts` are those of a `Shard`."""
+    tokens, examples, unrolled = counts["tokens"], counts["examples"], counts["unrolled"]
+    if not unrolled:
+        return []
+    times = tokens / (tokens - unrolled["tokens"] + unrolled["longest"])
+    steps = examples / (examples - unrolled["examples"] + unrolled["chats"])
+    if times < COSTLY:
+        return []
+    return [
+        "each answer of a chat is an example of its own, with the chat before it, because the chat "
+        "template writes earlier answers otherwise than the last (Qwen3's drops their thoughts, "
+        f"even empty ones). That makes {times:.1f} times the tokens, so an epoch takes about "
+        f"{times:.1f} times as long, with {steps:.1f} times the steps. To train on fewer: "
+        'data.train_on = "last" (the last answer of each chat), chats of fewer turns, or a '
+        "model.chat_template that writes every turn's thought"
+    ]

@@ -87,6 +87,37 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
     assert unrolled.removeprefix("3; ") in prepared.stdout, prepared.stderr
 
 
+def test_each_command_warns_of_what_turns_cost_under_qwen3s_template(tmp_path):
+    (folder := tmp_path / "qwen3").mkdir()
+    _, template = published("qwen3", folder)
+    for condition in (
+        "loop.index0 > ns.last_query_index",
+        "loop.last or (not loop.last and reasoning_content)",
+    ):
+        assert condition in template
+        template = template.replace(condition, "true")
+    (tmp_path / "all_thoughts.jinja").write_text(template)
+    data = {"source": str(write_jsonl(tmp_path / "chats.jsonl", real_chats()[:4]))}
+    scratch = {"hidden": 16, "layers": 1, "heads": 2, "context": 2048}
+    tables = {
+        "output": str(tmp_path / "run"),
+        "model": {"scratch": scratch, "tokenizer": str(folder)},
+        "data": data | {"max_length": 2048},
+        "train": {"batch_size": 2, "micro_batch": 2, "steps": 1, "learning_rate": 1e-4},
+    }
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    printed = [
+        run_plugsft(command, recipe).stdout for command in ("check", "inspect", "prepare", "train")
+    ]
+    costs = re.compile(r"makes (\S+) times the tokens, .* about \1 times as long, with (\S+) times")
+    found = {costs.search(text)[0] for text in printed}
+    (times, steps) = map(float, costs.search(found.pop()).groups())
+    assert not found and times > 5 and steps > 5
+    cure = f"model.chat_template={tmp_path / 'all_thoughts.jinja'}"
+    for change in (cure, "data.train_on=last"):
+        assert "times the tokens" not in run_plugsft("check", recipe, change).stdout
+
+
 def test_published_templates_train_what_a_server_writes_or_refuse_with_a_cure(tmp_path):
     counts, reasons, wrong = Counter(), Counter(), []
     for name, source in [*collection(tmp_path).items()][:: 1 if FULL else 6]:
