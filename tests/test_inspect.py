@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, chats, must_succeed, run_plugsft, tiny_tables, write_jsonl, write_recipe
-from formats import ASK, TELL
+from formats import ASK, ROWS, TELL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
@@ -142,8 +142,21 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
 
 
 def test_texts_without_the_chat_template_of_their_tokenizer_are_warned_of(tiny, inspect):
-    shown = inspect(tiny([{"prompt": "who?", "completion": f"{n} owls"} for n in range(3)]), rows=0)
-    assert "warning    prompt and completion are trained as they are, without the chat" in shown
+    rows = [{"prompt": "who?", "completion": f"{n} owls"} for n in range(3)]
+    says = ": texts are trained as they are, without the chat template; for a chat model"
+    assert f"warning    lines 1, 2, 3{says}" in inspect(tiny(rows), rows=0)
+    pairs = [{"prompt": "who?", "chosen": f"{n} owls", "rejected": "elks"} for n in range(3)]
+    assert f"warning    lines 1, 2, 3{says}" in inspect(tiny(pairs, plugins={"dpo": {}}), rows=0)
+    result = run_plugsft("prepare", tiny(pairs, plugins={"dpo": {}}))
+    assert f"\nwarning: data: rows 1, 2, 3{says}" in result.stdout
+    shown = inspect(tiny([ROWS["preference"]] * 3, plugins={"dpo": {}}), rows=0)
+    assert "trained as they are" not in shown
+
+
+def test_words_behind_the_last_answer_are_not_lost(audited):
+    shown, _ = audited(CHATML.read_text(), [ASK, TELL, {"role": "user", "content": "thank you"}])
+    assert "warning    line 6: the conversation ends with a turn of the user" in shown
+    assert "drops words" not in shown
 
 
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from json import dumps
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
 
 from plugsft import DataError, Encoded
-from plugsft.data.chat import BLOCKS, CHATML, SERVED, Chat
+from plugsft.data.chat import BLOCKS, CHATML, DROPPED_THOUGHT, SERVED, Chat
 from plugsft.data.examples import target_mask
 from plugsft.data.jinja import compile_template
 from plugsft.data.jsonl import RowList
@@ -465,6 +467,48 @@ def test_a_template_that_writes_earlier_turns_otherwise(with_template):
     assert (result.rows, result.turns) == ([0, 1, 1, 2], [0, 0, 1, 0])
     assert unrolled(tokenizer, two, train_on="last") == [(prompts[1], answer)]
     assert rendered(tokenizer, two, train_on="all").texts
+
+
+def test_a_whole_chat_without_its_earlier_thoughts_is_warned_of(with_template):
+    tokenizer = with_template(TEMPLATES["qwen3"])
+    earlier = {**TELL, "reasoning_content": "they hoot"}
+    rows = [CHATS["two turns"], CHATS["reasoning"], {"messages": [ASK, earlier, ASK, THINK]}]
+    assert rendered(tokenizer, *rows, train_on="all").warnings == {DROPPED_THOUGHT: [2]}
+    assert not rendered(tokenizer, *rows).warnings
+
+
+@pytest.mark.parametrize(
+    ("template", "plain"),
+    [
+        ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
+        ("chatml", []),
+        ("gemma", ["<start_of_turn>", "<end_of_turn>"]),
+        ("mistral", ["[INST]", "[/INST]"]),
+    ],
+)
+def test_markers_that_the_tokenizer_reads_as_text_are_named(with_template, template, plain):
+    source = {
+        "llama3": TEMPLATES["llama3"],
+        "chatml": CHATML.read_text(),
+        "gemma": TEMPLATES["gemma"],
+        "mistral": "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == "
+        "'user' else m.content + eos_token }}{% endfor %}",
+    }
+    tokenizer = with_template(source[template], bos_token="<|im_start|>")
+    row = CHATS["one turn"]
+    result = rendered(tokenizer, row, CHATS["two turns"], blocks=True)
+    assert not result.bad
+    says = (
+        f"the chat template writes {', '.join(plain)}, which the tokenizer reads as ordinary text"
+    )
+    assert [*result.warnings.values()] == ([[0, 1]] if plain else [])
+    for warning in result.warnings:
+        assert warning.startswith(says) and warning.endswith(f"model.add_tokens = {dumps(plain)}")
+    assert not rendered(tokenizer, row).warnings, "a model knows its own template"
+    light = replace(lighten(tokenizer), honours_blocks=True)
+    light.backend_tokenizer = Tokenizer.from_str(light.json)
+    light.backend_tokenizer.add_tokens(plain)
+    assert not render([row], light, Data(source="none")).warnings
 
 
 def test_a_template_that_leaves_out_answers(with_template):

@@ -131,7 +131,7 @@ def test_no_word_of_the_next_message_is_trained(kind):
 def test_qwen3_gives_an_example_for_each_answer():
     chat = chat_of(TEMPLATES["qwen3"])
     found = chat.examples(conversation(CHATS["plain"]))
-    assert len(found.examples) == 2 and len(found.warnings) == 1
+    assert len(found.examples) == 2 and not found.warnings
     header, empty = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
     first = f"<|im_start|>user\nWhat is 2+2?<|im_end|>\n{header}"
     second = f"{first}It is 4.<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n{header}"

@@ -261,12 +261,6 @@ def _judge_rows(result: Audit, data: Data) -> None:
 def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
     """Warn of words that a template leaves out, and of special tokens among them."""
     kind = format_of(read_lead_row(opened, work.data))
-    if kind == "completion" and work.tokenizer.chat_template:
-        result.warnings.append(
-            "prompt and completion are trained as they are, without the chat template; for "
-            "questions and answers to a chat model, name them instruction and output in "
-            "[data.columns]"
-        )
     if kind is None or kind in TEXTS:
         return
     special, chat = special_tokens(work), Chat(work.tokenizer, work.data)
@@ -277,12 +271,15 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
             continue
         try:
             conversation = read_chat(kind, renamed(row, work.data), work.data.system)
-            text = "\n".join("".join(parts) for parts in chat.examples(conversation).examples)
+            texts = ["".join(parts) for parts in chat.examples(conversation).examples]
+            # Examples end with the last trained turn, and the words behind it are not lost.
+            variables = {"tools": conversation.tools, **(conversation.variables or {})}
+            texts.append(chat.write(conversation.messages, **variables))
         except BadRow:
             continue
         for message in conversation.messages:
             content = message["content"]
-            if content.strip() not in text:
+            if not any(content.strip() in text for text in texts):
                 found[f"the chat template drops words of the {message['role']}"].append(number)
             for token in special.findall(content):
                 reads = f"the text contains '{token}', which the model reads as a control token"

@@ -15,7 +15,7 @@ from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Conversation, Parts
 from .jinja import compile_template
 from .outlines import ChatExamples, Outlines
-from .turns import ASK, Refused, TurnFinder, Write, thoughts_of, write_others
+from .turns import ASK, TAG, Refused, TurnFinder, Write, thoughts_of, write_others
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""
@@ -79,6 +79,8 @@ class Chat:
         self.stop = _any_of(self.stops)
         short = [ASK, ANSWER]
         self.needs_parts = not self._writes_answer(short) and self._writes_answer(_parted(short))
+        self.warnings = _warn_of_markers(self, tokenizer) if tokenizer.honours_blocks else []
+        """Warnings of the template; only of one that the recipe names. Models know their own."""
         tokens = (token for token in self.special if token in tokenizer.chat_template)
         harmful = _any_of([*self.stops, *tokens, "<think>", "</think>"])
         outlines = Outlines(self.write, self.examples_by_turn, harmful, {*self.template.searched})
@@ -139,7 +141,7 @@ class Chat:
         results = [n for n, turn in enumerate(messages) if turn["role"] == "tool"]
         if self.mask == WHOLE:
             _ensure_written(write, messages, calls, results)
-            return ChatExamples([["", text]])
+            return ChatExamples([["", text]], _lost_thoughts((messages[n], text) for n in answers))
         # The finder looks at the calls of trained turns.
         _ensure_written(write, messages, [n for n in calls if n not in trained], results)
         finder = TurnFinder(write, self.special, self.stop, self.end)
@@ -227,6 +229,23 @@ def _join(turns: list[Parts], text: str) -> Parts | None:
     # The template may write no stop token behind the last trained turn.
     rest = [text[len(end) :]] if text.startswith(end) else []
     return parts + rest
+
+
+def _warn_of_markers(chat: Chat, tokenizer: Tokenizer) -> list[str]:
+    """Warn of what a template writes like a special token, and the tokenizer reads as text."""
+    markers = list[str]()
+    with suppress(BadRow):  # it may refuse this chat
+        markers = [*dict.fromkeys(TAG.findall(chat.write([ASK, ANSWER])))]
+    backend = tokenizer.backend_tokenizer
+    plain = [marker for marker in markers if backend.token_to_id(marker) is None]
+    if not plain:
+        return []
+    longest = max(len(backend.encode(marker, add_special_tokens=False)) for marker in plain)
+    return [
+        f"the chat template writes {', '.join(plain)}, which the tokenizer reads as ordinary text, "
+        f"of up to {longest} tokens each; set model.chat_template to a template for this model, or "
+        f"model.add_tokens = {json.dumps(plain)}"
+    ]
 
 
 def _lost_thoughts(answers: Iterable[tuple[Row, str]]) -> list[str]:

@@ -62,6 +62,11 @@ CHANGES_MEANING = {
 """Columns that change the meaning of a row -> their own meaning."""
 EVERY, COMPLETION = "every token of the text", "the completion, and the end of the text"
 """What is trained of texts."""
+WITHOUT_TEMPLATE = (
+    "texts are trained as they are, without the chat template; for a chat model, write lists of "
+    "messages in their place, or name prompt and completion instruction and output in "
+    "[data.columns]"
+)
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
@@ -85,15 +90,19 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
 def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ_COLUMNS[kind])
+    of_all_rows = list[str]()
     if kind in TEXTS:
         if data.system:
             raise DataError("data.system: texts have no system prompt; remove it")
         every = kind == "text" or data.train_on == "all"
         result.mask = EVERY if every else COMPLETION
         read = partial(_read_text, kind, tokenizer.eos_token, every)
+        if kind == "completion" and tokenizer.chat_template:
+            of_all_rows.append(WITHOUT_TEMPLATE)
     else:
         chat = Chat(tokenizer, data)
         result.mask = chat.mask
+        of_all_rows += chat.warnings
         read = partial(_read_chat, kind, chat, data.system)
     for number, (examples, warnings) in read_rows(rows, read, result):
         for turn, (text, spans) in enumerate(examples):
@@ -103,6 +112,8 @@ def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) 
             result.turns.append(turn)
         for warning in warnings:
             result.warnings.setdefault(warning, []).append(number)
+    for warning in of_all_rows:
+        result.warnings[warning] = [*dict.fromkeys(result.rows)]
     return result
 
 

@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 from conftest import FULL, ROOT, run_plugsft, write_jsonl, write_recipe
-from downloads import TOKENIZERS, llama_cpp_templates, real_calls, real_chats, unpack_tokenizer
+from downloads import (
+    TOKENIZERS,
+    llama_cpp_templates,
+    real_calls,
+    real_chats,
+    smollm2,
+    unpack_tokenizer,
+)
 from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
 
 from plugsft.data.formats import BadRow
@@ -15,6 +22,7 @@ from plugsft.data.render import render_rows
 from plugsft.recipe.tables import Data, Model
 
 ENDED = re.compile(r"(</think[^<>]*>|<\|END_THINKING\|>|<channel\|>)\s*$")
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CURE = re.compile(r"set data\.template_kwargs = \{ (\w+) = (\S+) \}$")
 
 
@@ -195,6 +203,25 @@ def test_real_function_calls_are_read_back_as_trained(name, template, tmp_path):
         assert ids[-1] in tokenizer.added_tokens_decoder
         read = tokenizer.parse_response(ids, prefix=text[:start])
         assert read["tool_calls"] == row["messages"][-1]["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [({}, [9, 9, 8]), ({"add_tokens": [*LLAMA]}, []), ({"chat_template": "auto"}, [])],
+)
+def test_markers_of_llama3_are_ordinary_text_to_smollm2(change, tokens):
+    folder = smollm2()
+    model = Model(path=str(folder), chat_template=str(ROOT / "recipes/llama3_tools.jinja"))
+    model = model.model_copy(update=change)
+    tokenizer = load_tokenizer(model, folder)
+    rendered = render_rows(real_chats()[:3], data_tokenizer(tokenizer, model, ""), Data(source="x"))
+    counts = [len(tokenizer.encode(marker)) for marker in LLAMA]
+    assert not rendered.bad and (counts == tokens or not tokens)
+    for warning, rows in rendered.warnings.items():
+        assert rows == [0, 1, 2] and tokens
+        assert f"writes {', '.join(LLAMA)}, which the tokenizer reads as ordinary text" in warning
+        assert "of up to 9 tokens each" in warning
+    assert bool(rendered.warnings) == bool(tokens)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
