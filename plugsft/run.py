@@ -64,7 +64,7 @@ def open_run(
     start_watch(machine)
     record = Record(recipe, machine, active)
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
-    data = prepare_data(recipe, active, machine)
+    data = prepare_data(recipe, active, machine, checkpoints)
     scratch = save_scratch_model(recipe, data)
     accelerator = connect_ranks(recipe, active, machine, data)
     loaded = load_model(recipe, active, accelerator, data, scratch)

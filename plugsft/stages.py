@@ -6,6 +6,7 @@ run from the moment when its model is loaded (run.py); steps are planned after p
 columns that need the model.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from .batches.plan import Plan
 from .checkpoint.final_model import ensure_saveable
 from .checkpoint.save import ensure_one_output
 from .data.load_tokenizer import new_ids
-from .data.prepare import Prepared, prepare
+from .data.prepare import Prepared, day_of, prepare
 from .model.checks import ensure_example_weights, ensure_trainable
 from .model.config import ensure_ids_known
 from .model.load import ModelLoad, make_load, make_scratch_model
@@ -59,10 +60,16 @@ class Loaded:
     weights: Weights
 
 
-def prepare_data(recipe: Recipe, active: Active, machine: Machine) -> Prepared:
-    """Check the recipe, and turn its rows into tokens."""
+def prepare_data(
+    recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path]
+) -> Prepared:
+    """Check the recipe, and turn its rows into tokens.
+
+    A template with a date writes the day on which the run of the checkpoints began, or today.
+    """
     ensure_trainable(recipe, active, machine)
-    data = prepare(recipe, active)
+    begun = checkpoints[0].resolve().parent.parent if checkpoints else None
+    data = prepare(recipe, active, day=day_of(begun))
     ensure_ids_known(recipe, data.largest_id)
     for tokens in filter(None, (data.tokens, data.evaluation)):
         ensure_example_weights(recipe, active, tokens)

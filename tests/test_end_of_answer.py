@@ -16,8 +16,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from plugsft.data.load_tokenizer import end_generation
+from plugsft.data.load_tokenizer import data_tokenizer, end_generation, load_tokenizer
 from plugsft.export import chat
+from plugsft.recipe.tables import Model
 
 # A template of each family, and the token that ends an assistant's turn in it.
 ENDS = {
@@ -108,6 +109,29 @@ def test_a_model_without_a_template_keeps_its_own_end(tmp_path):
     model = answering(tokenizer, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     end_generation(model, tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_stop_ids_are_read_in_the_vocabulary_that_they_number(tmp_path):
+    """Those of a model, where model.tokenizer is another's: their numbers are ordinary words."""
+    tokenizer = tokenizer_with("{{ messages[0].content }}<|im_end|>")
+    own, other = tmp_path / "own", tmp_path / "other"
+    tokenizer.save_pretrained(own)
+    far, end = map(tokenizer.convert_tokens_to_ids, ("far", "<|im_end|>"))
+    for folder, stops in ((other, [far]), (own, [end])):
+        folder.mkdir(exist_ok=True)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+
+    def stops_of(**model):
+        model = Model(**{name: str(folder) for name, folder in model.items()})
+        return data_tokenizer(load_tokenizer(model, tmp_path), model, "").stops
+
+    ends = [tokenizer.eos_token, "<|im_end|>"]
+    assert stops_of(path=own) == stops_of(path=other, tokenizer=own) == ends
+    model = answering(tokenizer, end)
+    model.generation_config.eos_token_id = [far, end]
+    end_generation(model, tokenizer)
+    stops = model.generation_config.eos_token_id
+    assert far not in stops and {end, tokenizer.eos_token_id} <= {*stops}
 
 
 def test_a_run_writes_it(tiny, tmp_path):

@@ -154,7 +154,8 @@ def test_texts_without_the_chat_template_of_their_tokenizer_are_warned_of(tiny, 
 
 
 def test_words_behind_the_last_answer_are_not_lost(audited):
-    shown, _ = audited(CHATML.read_text(), [ASK, TELL, {"role": "user", "content": "thank you"}])
+    thanks = {"role": "user", "content": "thank you"}
+    shown, _ = audited(FORGETS, [ASK, TELL, ASK, TELL, thanks])
     assert "warning    line 6: the conversation ends with a turn of the user" in shown
     assert "drops words" not in shown
 
@@ -265,6 +266,17 @@ BOTH = """{% for message in messages %}{% if message['role'] == 'assistant' %}{%
 {% endif %}"""
 
 
+# An answer begins with an empty thought until another turn follows.
+FORGETS = (
+    CHATML.read_text()
+    .replace(
+        "{% generation %}",
+        "{{ '<think></think>' if loop.last and message['role'] == 'assistant' else '' }}",
+    )
+    .replace("{% endgeneration %}", "")
+)
+
+
 @pytest.fixture
 def audited(tiny, tmp_path, capsys):
     """Give what is said, and complained of, about chats under a template."""
@@ -343,11 +355,7 @@ def test_duplicates_are_found_by_their_tokens(audited):
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_is_shown(audited):
-    # An answer begins with an empty thought until another turn follows.
-    first = "{{ '<think></think>' if loop.last and message['role'] == 'assistant' else '' }}"
-    forgets = CHATML.read_text().replace("{% generation %}", first)
-    forgets = forgets.replace("{% endgeneration %}", "")
-    shown, _ = audited(forgets, [ASK, TELL, ASK, TELL])
+    shown, _ = audited(FORGETS, [ASK, TELL, ASK, TELL])
     assert "chats      1 chat unrolled into 2 examples, one for each trained turn, at" in shown
 
 

@@ -22,6 +22,7 @@ from formats import ASK, TELL
 from plugin_packages import LOUD, activate, install
 
 from plugsft import DataError, RecipeError
+from plugsft.base.machine import look
 from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
 from plugsft.data.chat import CHATML
@@ -29,6 +30,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import ROLES
 from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
+from plugsft.stages import prepare_data
 from plugsft.tokens.schema import FORMAT
 from plugsft.tokens.store import Tokens
 
@@ -491,3 +493,37 @@ def test_a_template_with_a_date_writes_the_first_day_of_the_run(tiny, tmp_path):
         assert keys[-1]["day"] == day and keys[-1] != keys[-2]
         shown = run_plugsft("inspect", path)
         assert shown.returncode == 0 and day in shown.stdout, shown
+
+
+def test_a_run_from_step_1_writes_the_day_of_its_own_start(tiny, tmp_path):
+    """Also where it replaces an earlier run, by whose day a resume goes on."""
+    template, record = tmp_path / "dated.jinja", tmp_path / "run/run.json"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML.read_text())
+    path = tiny(model={"chat_template": str(template)}, train={"steps": 1})
+
+    def day_in(facts):
+        return facts["data"]["key_parts"]["day"]
+
+    must_succeed(path)
+    first = json.loads(record.read_text())
+    first["data"]["key_parts"]["day"] = "2001-02-03"
+    record.write_text(json.dumps(first))
+    days = []
+    for checkpoints in ([tmp_path / "run/checkpoints/step-000001"], []):
+        recipe, active = load(path)
+        active.attach(DataDefaults(recipe.folder))
+        tokens = prepare_data(recipe, active, look(), checkpoints).tokens
+        days.append(day_in({"data": tokens.facts}))
+    assert days[0] == "2001-02-03" < days[1]
+    must_succeed(path, "--overwrite")
+    assert day_in(json.loads(record.read_text())) > "2001-02-03"
+
+
+def test_a_new_version_of_a_stage_trains_the_tokenizer_again(tiny, monkeypatch):
+    folders = set()
+    for version in (98, 99, 99):
+        monkeypatch.setitem(prepare.VERSIONS, "render", version)
+        recipe, active = load(tiny())
+        active.attach(DataDefaults(recipe.folder))
+        folders.add(prepare.open_data(recipe, active).tokenizer_folder)
+    assert len(folders) == 2

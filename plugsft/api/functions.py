@@ -1,7 +1,8 @@
 """`plugsft.api`: the commands as functions.
 
-They run in scripts and notebooks. Each call leaves the process as it was. Mistakes are exceptions
-of `plugsft` with the words of the command line, never SystemExit.
+They run in scripts and notebooks. Each call restores environment, signal handlers and warnings;
+random numbers, torch's settings and what libraries print stay as a run set them. Mistakes are
+exceptions of `plugsft` with the words of the command line, never SystemExit.
 """
 
 from collections.abc import Sequence

@@ -79,13 +79,15 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
 def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:
     """Reduce a tokenizer to what the data path needs; `day` is that of templates with a date.
 
-    It stops where generation_config.json lets the model stop, too.
+    It stops where generation_config.json beside it lets a model stop, too.
     """
     light, stops = lighten(tokenizer), list[str]()
-    file = model.path and cached_file(
-        model.path,
+    # The ids of model.path's are those of another vocabulary if there is a model.tokenizer.
+    where = model.tokenizer or model.path
+    file = where and cached_file(
+        where,
         "generation_config.json",
-        revision=model.revision,
+        revision=None if model.tokenizer else model.revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
@@ -138,9 +140,15 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> int:
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
-    configs = (model.generation_config, model.config, tokenizer)
-    stops = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
+    """Return every token that ends an answer: the model's, the tokenizer's, the template's.
+
+    An id of the model's that is no token of its own here is of another vocabulary, and a word.
+    """
+    ids = list[int]()
+    for config in (model.generation_config, model.config):
+        ids += _ids_in(getattr(config, "eos_token_id", None))
+    stops = [stop for stop in ids if stop in tokenizer.added_tokens_decoder]
+    stops += _ids_in(tokenizer.eos_token_id)
     if tokenizer.chat_template:
         with suppress(Exception):  # a template may refuse this conversation
             text = str(tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False))

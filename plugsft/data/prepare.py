@@ -132,9 +132,14 @@ class Prepared:
         return described
 
 
-def prepare(recipe: Recipe, active: Active, with_others: WithOthers = None) -> Prepared:
-    """Open the sources, and turn their rows into tokens, or find these."""
-    data = open_data(recipe, active)
+def prepare(
+    recipe: Recipe, active: Active, with_others: WithOthers = None, day: str = ""
+) -> Prepared:
+    """Open the sources, and turn their rows into tokens, or find these.
+
+    `day` is that of templates with a date; default: see `day_of`.
+    """
+    data = open_data(recipe, active, day)
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
         _announce(tokens, "already prepared")
@@ -156,7 +161,7 @@ def prepare(recipe: Recipe, active: Active, with_others: WithOthers = None) -> P
     return Prepared(data.tokenizer, data.tokenizer_folder, tokens, evaluation)
 
 
-def open_data(recipe: Recipe, active: Active) -> OpenData:
+def open_data(recipe: Recipe, active: Active, day: str = "") -> OpenData:
     """Open a recipe's sources and its tokenizer."""
     names = recipe.data.all_sources()
     # With data.tokens, the rows may lie on another machine.
@@ -164,15 +169,20 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     sources = [open_source(source) for source in names] if readable else []
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
-    work = make_writer(recipe, active, recipe.data, tokenizer, Path())
+    work = make_writer(recipe, active, recipe.data, tokenizer, Path(), day)
     return OpenData(work, sources, tokenizer, folder)
 
 
 def make_writer(
-    recipe: Recipe, active: Active, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path
+    recipe: Recipe,
+    active: Active,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    day: str = "",
 ) -> ShardWriter:
     """Make what turns a recipe's rows into tokens; workers make its plugins again."""
-    light = data_tokenizer(tokenizer, recipe.model, day_of(recipe))
+    light = data_tokenizer(tokenizer, recipe.model, day or day_of(recipe.folder))
     plugins = {
         name: options_of(plugin)
         for name, plugin in active.plugins.items()
@@ -181,11 +191,11 @@ def make_writer(
     return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 
-def day_of(recipe: Recipe) -> str:
-    """Choose the day that a template with a date writes: the first day of the run, or today."""
+def day_of(run: Path | None) -> str:
+    """The day that a template with a date writes: the first day of a run's folder, or today."""
     day: Any = ""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        day = read_json_object(recipe.folder / "run.json")["data"]["key_parts"]["day"]
+        day = run and read_json_object(run / "run.json")["data"]["key_parts"]["day"]
     return str(day or date.today())
 
 
@@ -200,6 +210,7 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
         "options": recipe.data.model_dump(
             include={"columns", "ignore", "train_on", "system", "template_kwargs"}
         ),
+        "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),
     }
 
