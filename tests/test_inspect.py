@@ -356,7 +356,7 @@ def test_duplicates_are_found_by_their_tokens(audited):
 
 def test_a_template_that_writes_earlier_turns_otherwise_is_shown(audited):
     shown, _ = audited(FORGETS, [ASK, TELL, ASK, TELL])
-    assert "chats      1 chat unrolled into 2 examples, one for each trained turn, at" in shown
+    assert "row 6: example 1 of 2" in shown and "row 6: example 2 of 2" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):

@@ -49,8 +49,6 @@ MAX_FEWER = 4
 """Factor by which packing may lower the number of steps without a warning."""
 ROWS = 100
 """Rows of each source that are rendered and encoded."""
-NAMED = ("unused columns", "chats")
-"""Facts of an audit that are shown."""
 NOTHING = EstimatedColumns(np.ones(0, np.int64))
 
 
@@ -277,7 +275,7 @@ def _rows(
         f"{shard.trained / shard.tokens:.0%} of them trained on",
     )
     for label, text in result.facts:
-        if label in NAMED:
+        if label == "unused columns":
             findings.ok("rows", f"{result.name}: {label}: {text}")
     # The examples of the sample in their order, and from the start again.
     of_all = work.sources[number].weight * len(opened[number]) / len(sample.rows)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..base.console import format_count
 from ..base.errors import DataError
 from ..base.types import Ints, Rows
-from ..data.chat import Chat
+from ..data.chat import Chat, any_of
 from ..data.formats import TEXTS, BadRow, format_of, read_chat
-from ..data.prepare import describe_unrolled, warn_of_turns
+from ..data.prepare import warn_of_turns
 from ..data.render import renamed
 from ..data.row_names import CURE_LONG, cure_bad, describe_warnings, name_rows
 from ..data.sample import Sample, sample_ranges
@@ -92,12 +92,10 @@ def audit(
     result = Audit(work.sources[source].source, rows, sample, lengths, data.max_length)
     if sample.shard.examples:
         result.facts += _measure(sample, lengths, data.max_length)
+        result.warnings += warn_of_turns(vars(sample.shard))
         _judge_examples(result, work)
     if sample.shard.unread:
         result.facts.append(("unused columns", ", ".join(sample.shard.unread)))
-    if sample.shard.unrolled:
-        result.facts.append(("chats", describe_unrolled(sample.shard.unrolled)))
-        result.warnings += warn_of_turns(vars(sample.shard))
     if not active.having("render"):
         _judge_chats(result, work, opened[source])
     _judge_rows(result, data)
@@ -271,15 +269,15 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
             continue
         try:
             conversation = read_chat(kind, renamed(row, work.data), work.data.system)
-            texts = ["".join(parts) for parts in chat.examples(conversation).examples]
-            # Examples end with the last trained turn, and the words behind it are not lost.
             variables = {"tools": conversation.tools, **(conversation.variables or {})}
-            texts.append(chat.write(conversation.messages, **variables))
+            # With the words behind the last trained turn, where an example may end.
+            whole = chat.write(conversation.messages, **variables)
+            text = "\n".join([whole, *map("".join, chat.examples(conversation).examples)])
         except BadRow:
             continue
         for message in conversation.messages:
             content = message["content"]
-            if not any(content.strip() in text for text in texts):
+            if content.strip() not in text:
                 found[f"the chat template drops words of the {message['role']}"].append(number)
             for token in special.findall(content):
                 reads = f"the text contains '{token}', which the model reads as a control token"
@@ -291,6 +289,4 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
 def special_tokens(work: ShardWriter) -> re.Pattern[str]:
     """Finds the special tokens in a text: a row may spell one by mistake."""
     added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    return re.compile(
-        "|".join(re.escape(token.content) for token in added if token.special) or "$^"
-    )
+    return any_of([token.content for token in added if token.special])

@@ -129,9 +129,10 @@ class Shard:
     too_long: list[int] = field(default_factory=list)
     """Rows left out because they are too long."""
     truncated: list[int] = field(default_factory=list)
-    unrolled: Counter[str] = field(default_factory=Counter)
-    """Chats that give an example for each trained turn: their number, their tokens, and the tokens
-    of their longest examples."""
+    kept_rows: int = 0
+    """Rows with examples: a chat may give one for each trained turn."""
+    longest: int = 0
+    """The tokens of each row's longest example, added up."""
     warnings: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """Columns that are not read."""

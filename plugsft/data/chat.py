@@ -76,13 +76,13 @@ class Chat:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self.special = [token.content for token in added if token.content.strip()]
         self.stops, self.end = tokenizer.stops, tokenizer.eos_token
-        self.stop = _any_of(self.stops)
+        self.stop = any_of(self.stops)
         short = [ASK, ANSWER]
         self.needs_parts = not self._writes_answer(short) and self._writes_answer(_parted(short))
         self.warnings = _warn_of_markers(self, tokenizer) if tokenizer.honours_blocks else []
         """Warnings of the template; only of one that the recipe names. Models know their own."""
         tokens = (token for token in self.special if token in tokenizer.chat_template)
-        harmful = _any_of([*self.stops, *tokens, "<think>", "</think>"])
+        harmful = any_of([*self.stops, *tokens, "<think>", "</think>"])
         outlines = Outlines(self.write, self.examples_by_turn, harmful, {*self.template.searched})
         # What is known of the tokenizer's chats from earlier slices of rows.
         kept: dict[str, Outlines] = tokenizer.kept
@@ -196,7 +196,8 @@ class Chat:
         return False
 
 
-def _any_of(texts: list[str]) -> re.Pattern[str]:
+def any_of(texts: list[str]) -> re.Pattern[str]:
+    """Finds any of these texts, the longest first."""
     texts = sorted(map(re.escape, texts), key=len, reverse=True)
     return re.compile("|".join(texts) or "(?!)")
 
@@ -233,17 +234,15 @@ def _join(turns: list[Parts], text: str) -> Parts | None:
 
 def _warn_of_markers(chat: Chat, tokenizer: Tokenizer) -> list[str]:
     """Warn of what a template writes like a special token, and the tokenizer reads as text."""
-    markers = list[str]()
+    text, id_of = "", tokenizer.backend_tokenizer.token_to_id
     with suppress(BadRow):  # it may refuse this chat
-        markers = [*dict.fromkeys(TAG.findall(chat.write([ASK, ANSWER])))]
-    backend = tokenizer.backend_tokenizer
-    plain = [marker for marker in markers if backend.token_to_id(marker) is None]
+        text = chat.write([ASK, ANSWER])
+    plain = [marker for marker in dict.fromkeys(TAG.findall(text)) if id_of(marker) is None]
     if not plain:
         return []
-    longest = max(len(backend.encode(marker, add_special_tokens=False)) for marker in plain)
     return [
         f"the chat template writes {', '.join(plain)}, which the tokenizer reads as ordinary text, "
-        f"of up to {longest} tokens each; set model.chat_template to a template for this model, or "
+        "several tokens each; set model.chat_template to a template for this model, or "
         f"model.add_tokens = {json.dumps(plain)}"
     ]
 

@@ -118,7 +118,10 @@ def make_examples(
         kept = trained & ~too_long
         shard.too_long += rows[too_long].tolist()
     kept_texts = np.repeat(kept, num_texts)
-    _count_unrolled(shard, rows[kept], kept_counts[kept_texts])
+    lengths = np.add.reduceat(kept_counts, first_texts)[kept]
+    _, first_examples = np.unique(rows[kept], return_index=True)
+    shard.kept_rows = len(first_examples)
+    shard.longest = int(np.maximum.reduceat(lengths, first_examples).sum())
     kept_tokens &= np.repeat(kept_texts, encoded.counts)
     # The usual case needs no copy.
     chosen_tokens: Any = slice(None) if kept_tokens.all() else kept_tokens
@@ -147,22 +150,6 @@ def examples_of(rendered: Rendered) -> tuple[Ints, Ints]:
     begins[1:] = (np.diff(rows) != 0) | (np.diff(turns) != 0)
     first = np.flatnonzero(begins)
     return first, np.diff(np.append(first, len(rows)))
-
-
-def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
-    """Count the chats of several examples, and what these cost."""
-    if len(rows) != len(counts):
-        return  # pairs are one example
-    _, first, per_row = np.unique(rows, return_index=True, return_counts=True)
-    several = per_row > 1
-    if several.any():
-        in_several, longest = np.repeat(several, per_row), np.maximum.reduceat(counts, first)
-        shard.unrolled.update(
-            chats=int(several.sum()),
-            examples=int(in_several.sum()),
-            tokens=int(counts[in_several].sum()),
-            longest=int(longest[several].sum()),
-        )
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:

@@ -144,11 +144,10 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     An id of the model's that is no token of its own here is of another vocabulary, and a word.
     """
-    ids = list[int]()
-    for config in (model.generation_config, model.config):
-        ids += _ids_in(getattr(config, "eos_token_id", None))
-    stops = [stop for stop in ids if stop in tokenizer.added_tokens_decoder]
-    stops += _ids_in(tokenizer.eos_token_id)
+    own = {*tokenizer.added_tokens_decoder, tokenizer.eos_token_id}
+    configs = (model.generation_config, model.config, tokenizer)
+    ids = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
+    stops = [stop for stop in ids if stop in own]
     if tokenizer.chat_template:
         with suppress(Exception):  # a template may refuse this conversation
             text = str(tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False))

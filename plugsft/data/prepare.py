@@ -324,7 +324,8 @@ def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[st
         "largest_id": total.largest,
         "bad_rows": {reason: counted(rows) for reason, rows in total.bad.items()},
         "truncated": counted(total.truncated),
-        "unrolled": total.unrolled,
+        "kept_rows": total.kept_rows,
+        "longest": total.longest,
         "warnings": total.warnings,
         "unused_columns": total.unread,
         "mask": total.mask,
@@ -372,32 +373,18 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     left_out = sum(entry["count"] for entry in facts["bad_rows"].values())
     engines = [name for name, count in facts["engines"].items() if count]
-    unrolled = f"{describe_unrolled(facts['unrolled'])}, " if facts["unrolled"] else ""
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
-        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, {unrolled}"
+        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
         f"{format_count(left_out, 'row')} left out, {facts['truncated']['count']:,} truncated, "
         f"{origin}"
     )
 
 
-def describe_unrolled(counts: dict[str, int]) -> str:
-    """Describe the chats of several examples, and what these cost."""
-    times = counts["tokens"] / counts["longest"]
-    return (
-        f"{format_count(counts['chats'], 'chat')} unrolled into {counts['examples']:,} examples, "
-        f"one for each trained turn, at {times:.1f} times their tokens"
-    )
-
-
 def warn_of_turns(counts: Mapping[str, Any]) -> list[str]:
     """Warn if examples for each trained turn cost much; `counts` are those of a `Shard`."""
-    tokens, examples, unrolled = counts["tokens"], counts["examples"], counts["unrolled"]
-    if not unrolled:
-        return []
-    times = tokens / (tokens - unrolled["tokens"] + unrolled["longest"])
-    steps = examples / (examples - unrolled["examples"] + unrolled["chats"])
+    times, steps = counts["tokens"] / counts["longest"], counts["examples"] / counts["kept_rows"]
     if times < COSTLY:
         return []
     return [

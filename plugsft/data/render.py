@@ -37,11 +37,7 @@ LABELS, PAIRS, SCORES = (
     Capability.bundled(name).table
     for name in ("labelled_answers", "preference_pairs", "reward_model")
 )
-READERS = {
-    "label": LABELS,
-    "chosen": f"{PAIRS} or {SCORES}",
-    "rejected": f"{PAIRS} or {SCORES}",
-}
+READERS = {"label": LABELS, **dict.fromkeys(("chosen", "rejected"), f"{PAIRS} or {SCORES}")}
 """Column -> the bundled plugins that read it."""
 CHANGES_MEANING = {
     "label": "tells good answers from bad ones",
@@ -90,19 +86,16 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
 def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ_COLUMNS[kind])
-    of_all_rows = list[str]()
     if kind in TEXTS:
         if data.system:
             raise DataError("data.system: texts have no system prompt; remove it")
         every = kind == "text" or data.train_on == "all"
         result.mask = EVERY if every else COMPLETION
-        read = partial(_read_text, kind, tokenizer.eos_token, every)
-        if kind == "completion" and tokenizer.chat_template:
-            of_all_rows.append(WITHOUT_TEMPLATE)
+        warnings = [WITHOUT_TEMPLATE] if kind == "completion" and tokenizer.chat_template else []
+        read = partial(_read_text, kind, tokenizer.eos_token, every, warnings)
     else:
         chat = Chat(tokenizer, data)
         result.mask = chat.mask
-        of_all_rows += chat.warnings
         read = partial(_read_chat, kind, chat, data.system)
     for number, (examples, warnings) in read_rows(rows, read, result):
         for turn, (text, spans) in enumerate(examples):
@@ -112,8 +105,6 @@ def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) 
             result.turns.append(turn)
         for warning in warnings:
             result.warnings.setdefault(warning, []).append(number)
-    for warning in of_all_rows:
-        result.warnings[warning] = [*dict.fromkeys(result.rows)]
     return result
 
 
@@ -137,16 +128,16 @@ def read_rows(
 def _read_chat(kind: str, chat: Chat, system: str, row: Row) -> Spelled:
     conversation = read_chat(kind, row, system)
     found = chat.examples(conversation)
-    warnings = [*check_order(conversation.messages), *found.warnings]
+    warnings = [*chat.warnings, *check_order(conversation.messages), *found.warnings]
     return [*map(_spell, found.examples)], warnings
 
 
-def _read_text(kind: str, end: str, every: bool, row: Row) -> Spelled:
+def _read_text(kind: str, end: str, every: bool, warnings: list[str], row: Row) -> Spelled:
     prompt = "" if kind == "text" else read_text(row, "prompt", allow_empty=True)
     answer = read_text(row, kind)
     if not answer.endswith(end):
         answer += end
-    return [_spell(["", prompt + answer] if every else [prompt, answer])], []
+    return [_spell(["", prompt + answer] if every else [prompt, answer])], warnings
 
 
 def _spell(parts: Parts) -> tuple[str, list[Span]]:

@@ -258,7 +258,8 @@ def merge(shards: Sequence[Shard]) -> Shard:
         total.largest = max(total.largest, shard.largest)
         total.too_long += shard.too_long
         total.truncated += shard.truncated
-        total.unrolled.update(shard.unrolled)
+        total.kept_rows += shard.kept_rows
+        total.longest += shard.longest
         total.engines.update(shard.engines)
         for reason, rows in shard.bad.items():
             total.bad.setdefault(reason, []).extend(rows)
