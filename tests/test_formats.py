@@ -56,8 +56,11 @@ def test_sharegpt():
     column = {"conversations": [ASK, TELL], "system": "be brief"}
     assert messages(column, "conversations") == [SYSTEM, ASK, TELL]
     assert messages({**column, "system": ""}, "conversations") == [ASK, TELL]
-    elf = {"conversations": [{"from": "elf", "value": "x"}]}
-    assert reason(elf, "conversations").startswith("unknown role 'elf'; known are system")
+    elf = {"conversations": [{"from": "gtp", "value": "x"}]}
+    says = "unknown role 'gtp'; did you mean 'gpt'? known are system, developer, user, assistant"
+    assert reason(elf, "conversations").startswith(says)
+    for column in ("system", "tools"):
+        assert f"'{column}' is not" in reason({**row, column: 0}, "conversations")
 
 
 def test_sharegpt_s_tools():
@@ -98,7 +101,11 @@ def test_alpaca():
     bare = {"instruction": "who?", "output": "owls", "input": None, "history": None, "system": None}
     assert messages(bare, "alpaca") == [ASK, TELL]
     assert reason({**row, "output": ""}, "alpaca") == "'output' is empty"
-    assert reason({**row, "input": 3}, "alpaca") == "'input' is not text"
+    for column in ("input", "system"):
+        for wrong in (3, 0, False, [], {}, 0.0):
+            assert reason({**row, column: wrong}, "alpaca") == f"'{column}' is not text"
+    for wrong in (0, False, {}, "x"):
+        assert reason({**row, "history": wrong}, "alpaca") == "'history' is not a list of pairs"
     assert reason({**row, "instruction": ""}, "alpaca") == "an empty turn of the user"
     assert reason({**row, "history": ["who?"]}, "alpaca") == "'history' is not a list of pairs"
 
@@ -109,7 +116,7 @@ def test_a_misspelt_key_of_a_turn_is_named(key):
     says = f"a turn has '{key}', which nothing reads; did you mean '{meant}'?"
     assert reason({"messages": [ASK, {**TELL, key: 0}]}) == says
     # A table gives each turn the keys of all; templates may read keys of their own.
-    row = {"messages": [ASK, {**TELL, key: None, "images": 1, "id": "7"}]}
+    row = {"messages": [ASK, {**TELL, key: None, "images": [], "notes": 1, "id": "7"}]}
     assert read_chat("messages", row).messages
 
 
@@ -120,6 +127,80 @@ def test_arguments_that_are_no_object_are_refused(arguments):
         row = {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]}
         says = f"'arguments' of a call should be an object, or its JSON: {call}"
         assert reason(row) == says
+
+
+def call_of(text, **names):
+    turn = {"role": "assistant", "tool_calls": [{"name": "look_up", "arguments": text}]}
+    return {"messages": [ASK, turn], **names}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1e999", "the number 1e999 in JSON is read as inf"),
+        ("NaN", "the number NaN in JSON is read as nan"),
+        ("-Infinity", "the number -Infinity in JSON is read as -inf"),
+        ("1.10", "1.10 in JSON is read as 1.1; write it as it is read, or as a text"),
+        ("1e5", "the number 1e5 in JSON is read as 100000.0"),
+        ("0.12345678901234567890", "in JSON is read as 0.12345678901234568"),
+        ('{"a": 1, "\\u0061": 2}', "the key 'a' is there more than once"),
+    ],
+)
+def test_what_json_text_of_a_call_says_is_trained_or_refused(text, says):
+    assert says in reason(call_of(f'{{"a": [{text}]}}'))
+    told = json.dumps({"name": "look_up", "arguments": {}}).replace("{}", f'{{"a": {text}}}')
+    turns = [{"from": "human", "value": "who?"}, {"from": "function_call", "value": told}]
+    assert says in reason({"conversations": turns}, "conversations")
+    number = json.loads(text)
+    if isinstance(number, float) and not -1e9 < number < 1e9:  # what a parser makes of it
+        assert "hold what is not JSON" in reason(call_of({"a": [number]}))
+
+
+def test_numbers_that_are_trained_as_they_are_written():
+    numbers = {"a": [1, -2, 0, 12345678901234567890, 0.5, -1.1, 1e-07, 1e22, 1.0]}
+    row = call_of(json.dumps(numbers))
+    (call,) = messages(row)[1]["tool_calls"]
+    assert repr(call["function"]["arguments"]) == repr(numbers)
+
+
+@pytest.mark.parametrize("key", ["loss", "mask", "training", "loss_weight"])
+@pytest.mark.parametrize("value", [False, True, 0, 1])
+def test_other_tools_words_for_what_is_trained_are_refused_with_ours(key, value):
+    says = reason({"messages": [ASK, {**TELL, key: value}]})
+    assert says.startswith(f"'{key}' of a turn says whether") and "'train'" in says
+    assert messages({"messages": [ASK, {**TELL, key: None}]}) == [ASK, TELL]
+    part = {"type": "text", "text": "owls", key: value}
+    says = reason({"messages": [ASK, {**TELL, "content": [part]}]})
+    assert says == f"a part of a turn has '{key}'; only a turn may: as 'train' or 'weight'"
+
+
+def test_a_part_of_a_turn_has_no_weight_and_a_turn_no_images():
+    part = {"type": "text", "text": "owls", "weight": 0}
+    says = "a part of a turn has 'weight'; only a turn may: as 'train' or 'weight'"
+    assert reason({"messages": [ASK, {**TELL, "content": [part]}]}) == says
+    for key, held in (("images", "images"), ("video", "videos"), ("Audio", "sounds")):
+        says = f"'{key}' of a turn holds {held}, and only text is trained; take it out"
+        assert reason({"messages": [{**ASK, key: ["x"]}, TELL]}) == says
+
+
+@pytest.mark.parametrize("key", ["train", "weight", "reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("value", [[], {}, 5, ["x"]])
+def test_a_key_of_a_turn_of_another_type_is_refused(key, value):
+    assert reason({"messages": [ASK, {**TELL, key: value}]}).startswith(f"'{key}' of a turn is ")
+
+
+def test_calls_of_another_type_or_under_two_keys_are_refused():
+    for key in ("tool_calls", "function_call"):
+        for wrong in (0, False, {}, ""):
+            says = reason({"messages": [ASK, {**TELL, key: wrong}]})
+            assert says == "a tool call is not an object with a name, or the JSON of one"
+    both = {**TELL, "function_call": CALL["function"], "tool_calls": [CALL]}
+    assert "'function_call' and 'tool_calls'" in reason({"messages": [ASK, both]})
+    alone = {**TELL, "function_call": CALL["function"]}
+    assert messages({"messages": [ASK, alone]})[1]["tool_calls"] == [CALL]
+    asked = {**ASK, "tool_calls": [CALL]}
+    says = "a turn of the user has 'tool_calls'; only the assistant's may"
+    assert reason({"messages": [asked, TELL]}) == says
 
 
 def test_parts_of_content_are_joined():
@@ -140,8 +221,12 @@ def test_tools_are_a_list_or_its_json():
         assert read_chat("messages", {**row, "tools": given}).tools == [TOOL]
     for nothing in (None, "", [], "[]"):
         assert read_chat("messages", {**row, "tools": nothing}).tools is None
-    for wrong in ("{", {"a": 1}, ["look_up"], 3, '"x"'):
+    for wrong in ("{", {"a": 1}, {}, "{}", ["look_up"], 3, 0, "0", False, '"x"'):
         assert reason({**row, "tools": wrong}) == "'tools' is not a list of tools, or its JSON"
+    for nameless in ({"function": ["x"]}, {"function": "x"}, {"function": {"name": ""}}, {}):
+        says = f"a tool is not a function with a name: {nameless}"
+        assert reason({**row, "tools": [TOOL, nameless]}) == says
+        assert reason({**row, "tools": json.dumps([nameless])}) == says
 
 
 def test_a_row_s_own_variables():
@@ -196,9 +281,10 @@ def test_turns_without_words():
             turn = {"role": role, **nothing}
             assert messages({"messages": [turn, ASK, TELL]})[0] == {"role": role, "content": ""}
     for role in ("user", "assistant"):
-        for nothing in ({"content": ""}, {"content": None}, {}):
+        for nothing in ({"content": ""}, {"content": None}):
             row = {"messages": [{"role": role, **nothing}]}
             assert reason(row) == f"an empty turn of the {role}"
+        assert reason({"messages": [{"role": role}]}) == "no 'content': the turn has role"
     for role in ("system", "user", "tool"):
         misspelt = reason({"messages": [{"role": role, "contnet": "x"}, ASK, TELL]})
         assert misspelt == "a turn has 'contnet', which nothing reads; did you mean 'content'?"

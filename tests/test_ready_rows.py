@@ -233,6 +233,17 @@ def test_a_bad_row_is_named(tmp_path, base, reason, kind):
         assert dropped.example(number)[0].tolist() == base[1].example(row)[0].tolist()
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize("value", [True, False])
+def test_true_is_no_integer(tmp_path, base, name, value):
+    rows = rows_of(base[1])
+    rows[5][name][-1] = value
+    rows[6]["input_ids"][1:3] = [0, 1]
+    rows[6]["labels"][1:3] = [-100, 1]
+    source = written(tmp_path / "rows.jsonl", rows)
+    refuse(base, source, f"line 6: '{name}' is not a list of integers.")
+
+
 def refuse(base, source, *words, plugins=None, **data):
     with pytest.raises(DataError) as refused:
         opened(base, source, plugins, **data)
@@ -253,6 +264,8 @@ def test_what_cannot_be_honoured_is_refused(tmp_path, base):
     assert_same(opened(base, pictures, ignore=["images"]), base[1])
     left = [row | {"attention_mask": [0] + [1] * (len(row["labels"]) - 1)} for row in rows]
     refuse(base, save(left, tmp_path / "left"), "'attention_mask' is 0 before its last token")
+    wrong = [row | {"attention_mask": [1] * (len(row["labels"]) - 1) + [-1]} for row in rows]
+    refuse(base, save(wrong, tmp_path / "wrong"), "'attention_mask' holds values other than 0")
 
 
 def test_columns_are_renamed_and_rows_weighed(tmp_path, base):

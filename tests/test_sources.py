@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import datasets
 import pytest
@@ -167,12 +168,41 @@ def test_a_bad_line_is_one_bad_row(tmp_path):
     path.write_bytes(good + b"\n".join(bad) + b"\n" + good)
     rows = open_source(Source(source=str(path))).read(0, 99)
     reasons = [*["not a JSON object"] * len(bad)]
+    reasons[0] += " (Expecting value at column 9)"
     reasons[1] = reasons[7] = "not UTF-8"
     reasons[5], reasons[8] = (
         "nested too deeply",
         "the key 'text' is there more than once",
     )
     assert rows == [{"text": "good"}, *reasons, {"text": "good"}]
+
+
+TWICE = [
+    '{"text": "a", "text": "b"}',
+    '{"te\\u0078t": "a", "text": "b"}',
+    '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
+    '{"messages": [{"role": "user", "content": "a: b", "rol\\u0065" : "assistant"}]}',
+    '{"messages": [{"content": null, "tool_calls": [{"function": {"name": "a", "name": "b"}}]}]}',
+    '{"ids": [1, {"x": 1, "x": 2}]}',
+]
+ONCE = [
+    '{"text": "\\"text\\": 1, \\"text\\": 2", "a:b" : {"text": "::"}}',
+    '{"ids": [1, {"x": 1}], "messages": [{"role": "x"}, {"role": "x"}]}',
+]
+
+
+@pytest.mark.parametrize("line", TWICE)
+def test_a_key_twice_in_one_object_is_refused(line, tmp_path):
+    path, twice = tmp_path / "data.jsonl", "the key '(text|role|name|x)' is there more than once"
+    path.write_text("\n".join([ONCE[0], line, ONCE[1]]))
+    first, why, last = rows_of_short(path)
+    assert [first, last] == [*map(json.loads, ONCE)] and re.fullmatch(twice, why)
+    path = tmp_path / "data.json"
+    path.write_text(f"[{ONCE[0]},\n {line}]")
+    with pytest.raises(DataError, match=f"data.json: is not JSON: {twice}; correct the file"):
+        rows_of_short(path)
+    path.write_text(line)
+    assert rows_of_short(path) == [why]
 
 
 def test_a_broken_json_file_says_where(tmp_path):

@@ -78,7 +78,8 @@ def ensure_same_run(
         if then.get(RATE) != now.get(RATE):
             cure += f" (the steps that are left take {CHANGED_RATE}.{state['step']}={now[RATE]})"
         new_run = "begin a new run in another output folder"
-        if f"{WEIGHT_FILES} have changed" not in differing:  # without them, nothing is exported
+        # Without its base, nothing is exported.
+        if "the weights in the model's files changed" not in differing:
             new_run += (
                 f", with its weights: plugsft export {path} --to FOLDER, then model.path = FOLDER "
                 f"(if it has adapters, {Capability.bundled('adapters').table} adapter = FOLDER)"

@@ -102,7 +102,13 @@ class Chat:
                 "that `plugsft init tools` writes, take a model whose template does, or take the "
                 "tools out)"
             )
-        variables = {**self.variables, **(chat.variables or {})}
+        own = chat.variables or {}
+        if unknown := own.keys() - self.template.variables:
+            raise BadRow(
+                f"'chat_template_kwargs' sets '{min(unknown)}', and the chat template reads no "
+                'such variable; take it out, or set data.ignore = ["chat_template_kwargs"]'
+            )
+        variables = {**self.variables, **own}
         if chat.tools:
             variables["tools"] = chat.tools
         try:
@@ -165,6 +171,8 @@ class Chat:
             raise BadRow(f"a turn of the {role} is to be trained; only the assistant's can be")
         last = answers[-1:] if self.train_on == "last" else answers
         candidates = [n for n in last if n >= chat.num_prompt]
+        if not candidates:
+            raise BadRow("no turn of the assistant to train")
         trained = [n for n in candidates if chat.flags.get(n, True)]
         if candidates and not trained:
             raise BadRow("no trained token: the row's own flags leave nothing")

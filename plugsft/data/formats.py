@@ -5,15 +5,17 @@ reasoning under the keys that templates read, calls as functions whose arguments
 follows need not ask how a row wrote it.
 """
 
+import json
+from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from ..base.limits import parse_json
+from ..base.errors import did_you_mean
+from ..base.limits import limited_depth
 from ..base.types import Row
 from ..recipe.tables import FORMATS, short
 from ..tokens.schema import WEIGHT, WEIGHT_RANGE, is_weight
@@ -27,6 +29,8 @@ SPEAKERS = {
 """Speakers of ShareGPT -> roles."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
+SPEAKING = ("user", "assistant")
+"""Roles whose turns have words."""
 WITHOUT_WORDS = {"role", "name", "tool_call_id"}
 """Keys of a message that may come without content: a column may be null."""
 FLAGS = {"train": "true or false", "weight": "0 or 1"}
@@ -34,6 +38,22 @@ FLAGS = {"train": "true or false", "weight": "0 or 1"}
 KEYS = ("content", "tool_calls", *FLAGS)
 """Other keys of a message; templates may read more."""
 KNOWN = {*WITHOUT_WORDS, *REASONING, *KEYS}
+MEDIA = {
+    **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
+    **dict.fromkeys(("video", "videos"), "holds videos"),
+    **dict.fromkeys(("audio", "audios"), "holds sounds"),
+}
+"""Columns of rows, and keys of messages, that hold more than text -> what they hold."""
+NOT_READ = {
+    **dict.fromkeys(
+        ("loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training"),
+        "says whether it is trained; write it as 'train': true or false",
+    ),
+    **{key: f"{held}, and only text is trained; take it out" for key, held in MEDIA.items()},
+}
+"""Keys of a message that other tools read -> what is wrong, and the cure."""
+NOTHING: tuple[Any, ...] = (None, "", [])
+"""Values of a list that a row need not have: a table has a column for all rows."""
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
 _CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
@@ -112,30 +132,50 @@ def _read_turn(turn: Any) -> Row:
         raise BadRow("a turn is not an object with a role")
     require(turn, "role", "turn")
     # As in transformers: tables give every message the fields of all messages.
-    message = {key: item for key, item in turn.items() if item not in (None, [])}
+    message = {
+        key: item
+        for key, item in turn.items()
+        if item is not None and (item != [] or key in FLAGS or key in REASONING)
+    }
     role, content = message.get("role"), message.get("content", "")
     if role not in ROLES:
-        raise BadRow(f"unknown role {role!r}; known are {', '.join(ROLES)}")
+        meant = did_you_mean(str(role), [*ROLES, *SPEAKERS])
+        raise BadRow(f"unknown role {short(role)}{meant or ';'} known are {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str):
         raise BadRow(f"a turn of the {role} is not text")
-    for key in message.keys() - KNOWN:
-        if meant := similar(key, KEYS):
-            raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant}'?")
-    if call := message.pop("function_call", None):  # of OpenAI, before there were tools
-        message.setdefault("tool_calls", [call])
-    if calls := message.get("tool_calls"):
+    _check_keys(message)
+    if "function_call" in message:  # of OpenAI, before there were tools
+        if "tool_calls" in message:
+            raise BadRow("a turn has 'function_call' and 'tool_calls'; write all as 'tool_calls'")
+        message["tool_calls"] = message.pop("function_call")
+    if "tool_calls" in message:
+        if role != "assistant":
+            raise BadRow(f"a turn of the {role} has 'tool_calls'; only the assistant's may")
+        calls = message["tool_calls"]
         message["tool_calls"] = [*map(_read_call, calls if isinstance(calls, list) else [calls])]
-    elif "content" not in turn and message.keys() - WITHOUT_WORDS:
+    elif "content" not in turn and (role in SPEAKING or message.keys() - WITHOUT_WORDS):
         require(message, "content", "turn")  # a misspelt one would be lost
-    elif not content.strip() and role in ("user", "assistant"):
+    elif not content.strip() and role in SPEAKING:
         raise BadRow(f"an empty turn of the {role}")
     message["content"] = content
     for name in REASONING:
         if name in message:  # as in transformers, under each key that templates read
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
     return message
+
+
+def _check_keys(message: Row) -> None:
+    """Refuse keys that are misspelt, of other tools, or of another type."""
+    for key in message.keys() - KNOWN:
+        if why := NOT_READ.get(key.lower()):
+            raise BadRow(f"'{key}' of a turn {why}")
+        if meant := similar(key, KEYS):
+            raise BadRow(f"a turn has '{key}', which nothing reads; did you mean '{meant}'?")
+    for key in REASONING:
+        if not isinstance(message.get(key, ""), str):
+            raise BadRow(f"'{key}' of a turn is {short(message[key])}, and should be text")
 
 
 @cache
@@ -157,6 +197,8 @@ def _part_text(part: Any, role: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise BadRow(f"a part of a turn of the {role} is not text ({kind})")
+    if told := part.keys() & {*FLAGS, *NOT_READ}:
+        raise BadRow(f"a part of a turn has '{min(told)}'; only a turn may: as 'train' or 'weight'")
     return str(part["text"])
 
 
@@ -166,20 +208,60 @@ def _read_call(call: Any) -> Row:
     function = rest.pop("function", None)
     if function is None:  # a call without the outer object
         function = {key: rest.pop(key) for key in ("name", "arguments") if key in rest}
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not _is_named(function):
         raise BadRow("a tool call is not an object with a name, or the JSON of one")
     arguments = _parsed(function.get("arguments"))
     if not isinstance(arguments, dict):
         raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise BadRow(f"'arguments' of a call hold what is not JSON: {short(call)}") from None
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 
+def _is_named(function: Any) -> bool:
+    """Tell whether a function, called or offered, is an object with a name."""
+    name = function.get("name") if isinstance(function, dict) else None
+    return isinstance(name, str) and bool(name.strip())
+
+
 def _parsed(value: Any) -> Any:
-    """A value that may be written as JSON."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return parse_json(value)
-    return value
+    """A value that may be written as JSON, which is trained as it is written."""
+    if not isinstance(value, str):
+        return value
+    try:
+        with limited_depth():
+            return json.loads(
+                value,
+                object_pairs_hook=once,
+                parse_float=_as_written,
+                parse_constant=_as_written,
+            )
+    except BadRow:
+        raise
+    except ValueError:
+        return value
+
+
+def once(pairs: list[tuple[str, Any]]) -> Row:
+    """Make an object of JSON; refuse a key that is there more than once."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise BadRow(f"the key '{twice}' is there more than once")
+    return made
+
+
+def _as_written(text: str) -> float:
+    """Read a number; refuse one that is written in another way once it is read."""
+    number = float(text)
+    if repr(number) != text:
+        raise BadRow(
+            f"the number {text[:40]} in JSON is read as {number!r}; write it as it is read, or as "
+            "a text"
+        )
+    return number
 
 
 def format_of(row: Row) -> str | None:
@@ -198,8 +280,9 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     else:
         answers = _list_of_turns(row, "completion" if prompt else kind)
     turns = prompt + answers if prompt else answers
-    if row.get("system") and "system" in READ_COLUMNS[kind]:
-        system = read_text(row, "system")
+    own = read_optional(row, "system") if "system" in READ_COLUMNS[kind] else ""
+    if own:
+        system = own
     elif system and first_role(turns) in ("system", "developer"):
         system = ""
     if system:
@@ -208,13 +291,23 @@ def read_chat(kind: str, row: Row, system: str = "") -> Conversation:
     if prompt:
         chat.num_prompt = len(turns) - len(answers)
     if len(row) > 1:
-        chat.tools = _parsed(row.get("tools")) or None
-        if not _are_all(dict, chat.tools or []):
-            raise BadRow("'tools' is not a list of tools, or its JSON")
+        chat.tools = _read_tools(row.get("tools"))
         chat.variables = row.get("chat_template_kwargs")
         if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is not an object")
     return chat
+
+
+def _read_tools(value: Any) -> list[Row] | None:
+    tools = _parsed(value)
+    if tools in NOTHING:
+        return None
+    if not _are_all(dict, tools):
+        raise BadRow("'tools' is not a list of tools, or its JSON")
+    for tool in tools:
+        if not _is_named(tool.get("function", tool)):
+            raise BadRow(f"a tool is not a function with a name: {short(tool)}")
+    return list(tools)
 
 
 def first_role(turns: list[Any]) -> str:
@@ -244,16 +337,19 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
     return value
 
 
+def read_optional(row: Row, column: str) -> str:
+    """Read the text of a column that may be missing, null or empty: as ""."""
+    return "" if row.get(column) in (None, "") else read_text(row, column)
+
+
 def _alpaca(row: Row) -> Iterator[Row]:
-    history = row.get("history") or []
+    history = [] if row.get("history") in NOTHING else row["history"]
     if not _are_all(list, history) or any(len(pair) != 2 for pair in history):
         raise BadRow("'history' is not a list of pairs")
     for asked, told in history:
         yield {"role": "user", "content": asked}
         yield {"role": "assistant", "content": told}
-    asked = [read_text(row, "instruction", allow_empty=True)]
-    if row.get("input"):
-        asked.append(read_text(row, "input"))
+    asked = [read_text(row, "instruction", allow_empty=True), read_optional(row, "input")]
     yield {"role": "user", "content": "\n".join(filter(None, asked))}
     yield {"role": "assistant", "content": read_text(row, "output")}
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
-from .formats import BadRow
+from .formats import BadRow, once
 
 MIN_BUFFER, MAX_BUFFER = 1 << 12, 1 << 23
 """Bytes to read at a time, at least for a few rows, and at most to search for lines."""
-NO_OBJECT, NO_UTF8 = "not a JSON object", "not UTF-8"
+NO_OBJECT, NO_UTF8, NESTED = "not a JSON object", "not UTF-8", "nested too deeply"
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,27 +140,43 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def _parse(line: bytes) -> Row | str:
-    if b"\0" in line:  # UTF-16, whose first line the parser would read
+def _parse(text: bytes) -> Row | str:
+    """Parse the JSON of a row; return the reason if it is not that of an object."""
+    if b"\0" in text:  # UTF-16, whose first line the parser would read
         return NO_UTF8
     try:
-        row = parse_json(line.rstrip())
+        row = parse_json(text.rstrip())
         if not isinstance(row, dict):
             return NO_OBJECT
-        # Inside of texts, quotes are escaped: few lines are parsed a second time.
-        if any(line.count(f'"{key}"'.encode(errors="replace")) > 1 for key in row):
-            json.loads(line, object_pairs_hook=_ensure_once)
+        ensure_keys_once(text, row)
     except UnicodeDecodeError:
         return NO_UTF8
-    except (NestedTooDeep, BadRow) as error:
+    except BadRow as error:
         return str(error)
-    except ValueError:
+    except (NestedTooDeep, RecursionError):
+        return NESTED
+    except json.JSONDecodeError as error:
+        return f"{NO_OBJECT} ({error.msg} at column {error.colno:,})"
+    except ValueError:  # a number of too many digits
         return NO_OBJECT
     return row
 
 
-def _ensure_once(pairs: list[tuple[str, Any]]) -> None:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:  # a parser takes the last
-            raise BadRow(f"the key '{key}' is there more than once")
+def ensure_keys_once(text: bytes, value: Any) -> None:
+    """Refuse JSON with a key twice in one object: of its values, the parser took the last.
+
+    Each key has a colon behind it, so few texts are parsed a second time.
+    """
+    if text.count(b":") != _colons(value):
+        json.loads(text, object_pairs_hook=once)
+
+
+def _colons(value: Any) -> int:
+    """Count the colons of a value's JSON; too few where its keys or lists are unusual."""
+    if type(value) is str:
+        return value.count(":")
+    if type(value) is dict:
+        return len(value) + sum(map(_colons, value.values()))
+    if type(value) is list and value and type(value[0]) in (str, dict, list):
+        return sum(map(_colons, value))
+    return 0

@@ -5,11 +5,11 @@ from typing import Any
 
 from ..base.errors import DataError
 from ..base.types import Rendered, Row
-from ..recipe.tables import Data
+from ..recipe.tables import Data, short
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, first_role, require
-from .render import READERS, lead_row, read_rows, render_format
+from .formats import BadRow, first_role, read_optional, require
+from .render import READERS, lead_row, read_rows, renamed, render_format
 from .turns import common_prefix
 
 ANSWERS = ("chosen", "rejected")
@@ -25,7 +25,7 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render the chosen and the rejected answer of each row, both with the prompt."""
     first = lead_row(rows, data)
     result = Rendered(read={*ANSWERS, "prompt", "system", *SHARED, WEIGHT})
-    named = [row | {ours: row.get(yours) for ours, yours in data.columns.items()} for row in rows]
+    named = [renamed(row, data) for row in rows]
     answers: list[Row] = []
     pair_rows: list[int] = []
     for number, pair in read_rows(named, split_pair, result):
@@ -65,6 +65,10 @@ def split_pair(row: Row) -> list[Row]:
     for name in ANSWERS:
         require(row, name)
     prompt: Any = row.get("prompt")
+    if "prompt" in row and isinstance(row["chosen"], str):
+        require(row, "prompt")  # only a chat may hold its prompt itself
+    if not isinstance(prompt, str | list | None):
+        raise BadRow(f"'prompt' is {short(prompt)}, and should be a text or a list of turns")
     answers: list[Any] = [[row[a]] if isinstance(row[a], dict) else row[a] for a in ANSWERS]
     types = {type(answer) for answer in answers}
     if answers[0] == answers[1]:
@@ -90,9 +94,9 @@ def split_pair(row: Row) -> list[Row]:
         answers = [answer[len(prompt) :] for answer in answers]
     elif isinstance(prompt, list) and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
-    if row.get("system"):
+    if system := read_optional(row, "system"):
         if isinstance(prompt, str):
             raise BadRow("'system' is for chats, and the answers are texts")
-        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+        prompt = [{"role": "system", "content": system}, *prompt]
     shared = {name: row[name] for name in SHARED if row.get(name) is not None}
     return [{"prompt": prompt, "completion": answer, **shared} for answer in answers]

@@ -19,6 +19,7 @@ from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weigh
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat
 from .formats import (
+    MEDIA,
     READ_COLUMNS,
     TEXTS,
     BadRow,
@@ -46,9 +47,7 @@ CHANGES_MEANING = {
     **dict.fromkeys(
         ("weights", "sample_weight"), "says how much a row counts ([data.columns] weight names it)"
     ),
-    **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
-    **dict.fromkeys(("video", "videos"), "holds videos"),
-    **dict.fromkeys(("audio", "audios"), "holds sounds"),
+    **MEDIA,
     "input_ids": "holds tokens that were made elsewhere",
     "labels": "holds targets that were made elsewhere",
     **dict.fromkeys(

@@ -22,7 +22,7 @@ from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Range, Row, Rows, Slice
 from ..recipe.tables import DATA_FILES, Data, Source
-from .jsonl import JoinedRows, RowList, find_lines
+from .jsonl import JoinedRows, RowList, ensure_keys_once, find_lines
 from .render import lead_row
 
 SLICE_BYTES = 4_000_000
@@ -155,6 +155,7 @@ def _read_json(path: Path, where: str) -> Rows:
     content = path.read_bytes()
     try:
         rows = parse_json(content)
+        ensure_keys_once(content, rows)
     except ValueError as error:
         if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
             raise DataError(f"{where}: is not JSON: {error}; correct the file") from error

@@ -100,6 +100,8 @@ def _read_row(own: list[str], vocabulary: int, row: Row) -> tuple[Ints, Mask]:
     size = len(ids)
     if row.get(PADDING) is not None:
         shown = _integers(row, PADDING, size)
+        if shown.min() < 0:
+            raise BadRow(f"'{PADDING}' holds values other than 0 and 1")
         if shown.max() > 1:
             raise _packed(f"numbers of documents in '{PADDING}'")
         size = int(shown.sum())
@@ -121,7 +123,10 @@ def _integers(row: Row, name: str, size: int | None = None) -> Ints:
     except ValueError:  # lists of several lengths
         values = np.zeros(())
     kinds = "iu" if name in (IDS, LABELS) else "iub"
-    if values.ndim != 1 or (values.size and values.dtype.kind not in kinds):
+    wrong = values.ndim != 1 or (values.size and values.dtype.kind not in kinds)
+    if not wrong and values.size and kinds == "iu":  # true among integers has become 1, and false 0
+        wrong = any(isinstance(value[place], bool) for place in np.flatnonzero(values >> 1 == 0))
+    if wrong:
         raise BadRow(f"'{name}' is not a list of integers")
     if size not in (None, len(values)):
         raise BadRow(f"'{name}' is not as long as '{IDS}'")

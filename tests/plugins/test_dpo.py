@@ -127,6 +127,16 @@ BAD = [
         "the text of 'prompt' is in no turn of 'chosen'",
     ),
     ({"system": "s", "prompt": "x", "chosen": "y", "rejected": "z"}, "'system' is for chats"),
+    *(
+        ({"system": wrong, "prompt": [ASK], "chosen": "y", "rejected": "z"}, "'system' is not text")
+        for wrong in (0, False, [])
+    ),
+    ({"prompt": None, "chosen": "who? owls", "rejected": "who? cats"}, "'prompt' is null"),
+    *(
+        ({"prompt": wrong, "chosen": one, "rejected": other}, "'prompt' is .*, and should be a")
+        for wrong in (5, 0, False, {})
+        for one, other in (("who? owls", "who? cats"), ([ASK, GOOD], [ASK, POOR]))
+    ),
 ]
 
 
@@ -196,7 +206,7 @@ def test_turns_of_an_answer_s_assistant_are_trained_and_none_of_the_prompt(prepa
 def test_texts_are_pairs_too(prepared):
     rows = [
         {"prompt": "who?\n", "chosen": "owls", "rejected": "cats"},
-        {"prompt": None, "chosen": "why?\nowls", "rejected": "why?\ncats"},
+        {"chosen": "why?\nowls", "rejected": "why?\ncats"},
     ]
     _, words = prepared(rows)
     answers = ["owls<|im_end|>", "cats<|im_end|>"]
