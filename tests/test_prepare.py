@@ -465,7 +465,7 @@ def test_tokens_of_another_recipe_are_refused_with_the_parts_that_differ(named, 
 def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, tmp_path):
     path = tmp_path / "gaps.jsonl"
     path.write_text(f"\n{json.dumps(GOOD)}\n\n \nnope\n{json.dumps(NOBODY)}\n")
-    with pytest.raises(DataError, match=r"gaps.jsonl: line 5: not a JSON object .*; line 6: unknown"):
+    with pytest.raises(DataError, match=r"gaps.jsonl: line 5: not a JSON .*; line 6: unknown"):
         run(None, source=str(path))
     with pytest.raises(DataError, match=r"split train\[1:\]\): line 5: .*; line 6: unknown"):
         run(None, source=str(path), split="train[1:]")

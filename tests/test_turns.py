@@ -188,3 +188,77 @@ def test_a_template_with_a_date_writes_the_day_of_the_run():
     for day, written in (("2026-11-25", "25 Nov 2026"), ("2025-01-02", "02 Jan 2025")):
         prompts = [prompt for prompt, _ in examples_of(chat_of(source, day), CHATS["plain"])]
         assert all(prompt.startswith(written + "<|im_start|>") for prompt in prompts)
+
+
+VALUES = {
+    "city": "Oslo",
+    "days": 0,
+    "hours": 0.0,
+    "now": True,
+    "later": False,
+    "note": "",
+    "unit": None,
+    "more": {},
+    "tags": [],
+    "deep": {"near": [False, "x", {"far": None}], "on": True},
+}
+KEPT = "{{ n }}={{ v | tojson }};"
+# What a template does with each value v of a call, under its name n.
+LOSING = {
+    "falsy values": ("{% if v %}" + KEPT + "{% endif %}", '{"days": 0}'),
+    "falsy values, not names": ("{{ n }}={% if v %}{{ v }}{% endif %};", '{"days": 0}'),
+    "null": ("{% if v is not none %}" + KEPT + "{% endif %}", '{"unit": null}'),
+    "null, written as nothing": ("{{ n }}={{ '' if v is none else v }};", '{"unit": null}'),
+    "false": ("{% if v is not false %}" + KEPT + "{% endif %}", '{"later": false}'),
+    "true": ("{% if v is not true %}" + KEPT + "{% endif %}", '{"now": true}'),
+    "booleans": ("{% if v is not boolean %}" + KEPT + "{% endif %}", '{"now": true}'),
+    "booleans' values": ("{{ n }}={% if v is not boolean %}{{ v | tojson }}{% endif %};", '{"now"'),
+    "which boolean": ("{{ n }}={{ 'yes' if v is boolean else v | tojson }};", '{"now": true}'),
+    "all but texts": ("{% if v is string %}" + KEPT + "{% endif %}", '{"days": 0}'),
+    "numbers": ("{% if v is not number or v is boolean %}" + KEPT + "{% endif %}", '{"days": 0}'),
+    "0": ("{% if v != 0 or v is boolean %}" + KEPT + "{% endif %}", '{"days": 0}'),
+    "floats": ("{% if v is not float %}" + KEPT + "{% endif %}", '{"hours": 0.0}'),
+    "empty texts": ("{% if v != '' %}" + KEPT + "{% endif %}", '{"note": ""}'),
+    "empty objects": ("{% if v != {} %}" + KEPT + "{% endif %}", '{"more": {}}'),
+    "empty lists": ("{% if v != [] %}" + KEPT + "{% endif %}", '{"tags": []}'),
+    "what is empty": ("{{ n }}={% if v %}{{ v }}{% else %}{{ '' }}{% endif %}", '{"days": 0}'),
+    "names": ("{{ v | tojson }};", "the argument's name 'city'"),
+    "inner names": ("{{ n }}={{ (v.values() | list if v is mapping else v) | tojson }};", "'near'"),
+    "inner values": (
+        "{{ n }}={% if v is mapping %}{% for k in v %}{{ k }}="
+        "{{ v[k] | select | list if v[k] is sequence else v[k] }}{% endfor %}"
+        "{% endif %}{{ v | tojson if v is not mapping or not v }};",
+        "[false] of a call",
+    ),
+}
+
+
+def losing(write):
+    """ChatML, where the values of a call's arguments are written in a way."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}:"
+        "{% for n, v in c.function.arguments.items() %}" + write + "{% endfor %}</call>{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    )
+
+
+CALLED = [ASK, answer("", tool_calls=[call(VALUES)]), result("sunny"), answer("Sunny.")]
+
+
+@pytest.mark.parametrize("lost", LOSING)
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_template_that_leaves_out_a_part_of_a_call_is_refused(lost, train_on):
+    write, says = LOSING[lost]
+    chat = chat_of(losing(write))
+    chat.train_on, chat.mask = train_on, WHOLE if train_on == "all" else chat.mask
+    with pytest.raises(BadRow, match=f"leaves out .*{re.escape(says)}.*; set model.chat_template"):
+        chat.examples(conversation(CALLED))
+    chat.examples(conversation([ASK, answer("", tool_calls=[call({})]), *CALLED[2:]]))
+
+
+@pytest.mark.parametrize("kept", [KEPT, "{{ n }}={{ v }};", "{{ {n: v} }}", "<{{ n }}>{{ v }}</>"])
+def test_a_template_that_leaves_out_nothing_of_a_call_is_taken(kept):
+    (_, called), _ = examples_of(chat_of(losing(kept)), CALLED)
+    assert "Oslo" in called and "later" in called

@@ -15,7 +15,16 @@ from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Conversation, Parts
 from .jinja import compile_template
 from .outlines import ChatExamples, Outlines
-from .turns import ASK, TAG, Refused, TurnFinder, Write, thoughts_of, write_others
+from .turns import (
+    ASK,
+    TAG,
+    Refused,
+    TurnFinder,
+    Write,
+    ensure_values,
+    thoughts_of,
+    write_others,
+)
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""
@@ -289,5 +298,6 @@ def _ensure_written(
     bare = [*messages]
     for number in calls:  # which may come without their words
         bare[number] = {**messages[number], "content": ""}
+        ensure_values(write, messages, number)
     if calls or results:
         write_others(write, bare, calls + results)

@@ -14,9 +14,11 @@ ends with the first stop token behind its last word, wherever the template write
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
+from json import dumps
 from typing import Any
 
 from ..base.types import Row
@@ -74,6 +76,7 @@ class TurnFinder:
     def find(self, messages: list[Row], number: int) -> Parts:
         """Find the prompt of an assistant's turn, and the answer with the token that ends it."""
         before, turn = messages[:number], messages[number]
+        ensure_values(self.write, messages[: number + 1], number)
         prompt = self.write(before, True)
         found = self._find_answer(before, turn, prompt)
         if found is None:
@@ -290,7 +293,8 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
 
     def other_value(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: other_value(inner) for key, inner in value.items()}
+            names = (other(name, f"the argument's name {name!r} of a call") for name in value)
+            return dict(zip(names, map(other_value, value.values()), strict=True))
         if isinstance(value, list):
             return [*map(other_value, value)]
         if isinstance(value, str) and value:
@@ -300,6 +304,9 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
         number = 97531 + 10 * len(stand_for)
         stand_for[str(number)] = f"{value!r} of a call"
         return type(value)(number)
+
+    def other_function(function: Row) -> Row:
+        return {key: other_value(value) for key, value in function.items()}
 
     def other_turn(turn: Row) -> Row:
         changed = {**turn}
@@ -315,7 +322,7 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
         if turn.get("tool_calls"):
             calls = turn["tool_calls"]
             changed["tool_calls"] = [
-                {**call, "function": other_value(call["function"])} for call in calls
+                {**call, "function": other_function(call["function"])} for call in calls
             ]
         return changed
 
@@ -327,6 +334,51 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
         if word not in text and what != THOUGHT:
             raise Refused(f"leaves out {what}")
     return text
+
+
+def ensure_values(write: Write, messages: list[Row], number: int) -> None:
+    """Refuse a template that leaves out a value of a call for which no other words can stand.
+
+    Each is taken out, and changed: a template may write no false, or as much for it as for "".
+    """
+    turn, text = messages[number], ""
+    for place, call in enumerate(turn.get("tool_calls", ())):
+        for what, arguments in _changed(call["function"]["arguments"]):
+            text = text or write(messages, False)
+            calls, others = [*turn["tool_calls"]], [*messages]
+            calls[place] = {**call, "function": {**call["function"], "arguments": arguments}}
+            others[number] = {**turn, "tool_calls": calls}
+            try:
+                lost = write(others, False) == text
+            except Refused:
+                lost = False
+            if lost:
+                raise Refused(f"leaves out {what} of a call")
+
+
+def _changed(value: Any) -> Iterator[tuple[str, Any]]:
+    """Take out, and change, one value of a call at a time: true, or what is empty.
+
+    Each comes with its JSON.
+    """
+    names = [*value] if isinstance(value, dict) else range(len(value))
+    for name in names:
+        inner = value[name]
+        if isinstance(inner, dict | list) and inner:
+            for what, other in _changed(inner):
+                changed = copy(value)
+                changed[name] = other
+                yield what, changed
+        elif inner is True or not inner:
+            what = dumps({name: inner} if isinstance(value, dict) else [inner])
+            for other in (not inner, ""):
+                changed = copy(value)
+                changed[name] = other
+                if other != inner:
+                    yield what, changed
+            changed = copy(value)
+            del changed[name]
+            yield what, changed
 
 
 def _plain(thought: str) -> str:
