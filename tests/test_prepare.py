@@ -185,13 +185,13 @@ def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(r
     reason = "no trained token, or two equal answers, within data.max_length; left out"
     assert not tokens.facts["bad_rows"]
     assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
-    assert "0 rows left out" in prepare.summarize(tokens.facts, "prepared")
-    assert f"warning: data: row 2: {reason}" in capsys.readouterr().out
+    assert "1 row left out" in prepare.summarize(tokens.facts, "prepared")
+    assert f"warning: data: line 2: {reason}" in capsys.readouterr().out
     with pytest.raises(DataError, match=rf"line 1: {reason}\. Raise data.max_length$"):
         run([LATE])
     # A row that is malformed still stops the run, and only that row is named.
     with pytest.raises(
-        DataError, match=r"line 3: .*no trained token\. Correct it, or set"
+        DataError, match=r"line 3: no turn of the assistant to train\. Correct it, or set"
     ) as found:
         run([GOOD, LATE, {"messages": [GOOD["messages"][0]]}])
     assert "line 2" not in str(found.value)
@@ -460,6 +460,26 @@ def test_tokens_of_another_recipe_are_refused_with_the_parts_that_differ(named, 
         assert result.returncode == 2 and "data.tokens: " in result.stderr, result.stderr
     result = run_plugsft("prepare", recipe(tokens=folder))
     assert result.returncode == 2 and "is prepared already" in result.stderr
+
+
+def test_a_row_left_out_has_one_number_and_rows_of_eval_are_said_to_be_its(tiny, tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [GOOD, LATE, GOOD, NOBODY])
+    held = write_jsonl(tmp_path / "held.jsonl", [GOOD, NOBODY, LATE])
+    data = {"source": str(rows), "max_length": 64, "on_bad_row": "drop"}
+    recipe = tiny(data=data, train={"steps": 1}, eval={"source": str(held), "every": 1})
+    checked, ran = run_plugsft("check", recipe), run_plugsft(recipe)
+    lost = "no trained token, or two equal answers, within data.max_length; left out"
+    assert f"line 2: {lost}" in checked.stdout and "line 4: unknown role" in checked.stdout
+    assert re.search("data: 2 examples of 4 rows.*, 2 rows left out", ran.stdout), ran.stdout
+    assert re.search("eval: 1 example of 3 rows.*, 2 rows left out", ran.stdout)
+    assert f"warning: data: line 2: {lost}" in ran.stdout
+    assert "warning: data: line 4: unknown role" in ran.stdout
+    assert f"warning: eval: line 3: {lost}" in ran.stdout
+    assert "warning: eval: line 2: unknown role" in ran.stdout
+    assert "2 left out" in run_plugsft("show", tmp_path / "run").stdout
+    report = (tmp_path / "run/report.html").read_text()
+    shown = re.findall(r"(warnings, no trained token[^<]*, rows)\W.*?(\d+)\s*<", report, re.S)
+    assert [number for _, number in shown] == ["2", "3"]
 
 
 def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, tmp_path):

@@ -97,7 +97,7 @@ def test_page_shows_the_run() -> None:
     assert f"{results}; speed 3,500 tokens/s; time 0:01:33" in page.text
     assert "completed 2026-11-21 05:10:00+00:00 quickstart" in page.text
     assert (
-        "bad rows, no trained token, count 1,300 bad rows, no trained token, rows 4 1,009 12"
+        "bad rows, no trained token, count 1,300 bad rows, no trained token, rows 5, 1010, 13"
         in page.text
     )
     assert "truncated, count 0 lengths, min 12 lengths, median 44 lengths, max 61 mask" in page.text

@@ -20,7 +20,7 @@ from ..base.checksums import digest
 from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
-from ..base.types import Rendered, Row
+from ..base.types import Rendered, Row, Rows
 from ..recipe.parse import differing_parts
 from ..recipe.tables import Data, Recipe
 from ..registry.active import Active, options_of
@@ -150,7 +150,7 @@ def prepare(
         name = recipe.eval_source()
         work = replace(data.work, sources=[name])
         sources = [open_source(name, "eval.source")]
-        evaluation = _prepare_tokens(work, sources, active, with_others)
+        evaluation = _prepare_tokens(work, sources, active, with_others, "eval")
         if any(overlap(sources[0].facts, source) for source in tokens.facts["sources"]):
             say(f"warning: {ROWS_NOT_HELD_OUT}")
         if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
@@ -266,9 +266,13 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
 
 
 def _prepare_tokens(
-    work: ShardWriter, sources: Sequence[OpenSource], active: Active, with_others: WithOthers
+    work: ShardWriter,
+    sources: Sequence[OpenSource],
+    active: Active,
+    with_others: WithOthers,
+    table: str = "data",
 ) -> Tokens:
-    """Find the tokens of sources, or write them.
+    """Find the tokens of the sources of a recipe's table, or write them.
 
     The hook `cache` chooses a folder and calls `build`; there, one of all processes calls `fill`.
     """
@@ -287,7 +291,9 @@ def _prepare_tokens(
 
     tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
-    _announce(tokens, origin)
+    # Lines are counted where the rows are open anyway.
+    rows = sources[0].part(0, len(sources[0])) if built and len(sources) == 1 else None
+    _announce(tokens, origin, table, rows)
     return tokens
 
 
@@ -318,6 +324,7 @@ def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[st
         "key": digest(key),
         "key_parts": key,
         "rows": total.rows,
+        "left_out": total.rows - total.kept_rows,
         "examples": total.examples,
         "tokens": total.tokens,
         "trained_tokens": total.trained,
@@ -347,38 +354,37 @@ def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     return tokens
 
 
-def _announce(tokens: Tokens, origin: str) -> None:
+def _announce(tokens: Tokens, origin: str, table: str = "data", rows: Rows | None = None) -> None:
     """Say what the data is, and what its author may not mean."""
-    say(f"data: {summarize(tokens.facts, origin)}")
+    say(f"{table}: {summarize(tokens.facts, origin)}")
     if unused := tokens.facts["unused_columns"]:
-        say(f"data: unused columns: {', '.join(unused)}")
+        say(f"{table}: unused columns: {', '.join(unused)}")
     weights = tokens.columns.get(WEIGHT)
     if weights is not None:
         say(
-            f"data: examples have weights from {weights.min():g} to {weights.max():g}, "
+            f"{table}: examples have weights from {weights.min():g} to {weights.max():g}, "
             f"{weights.mean():g} on average"
         )
-    for warning in data_warnings(tokens.facts):
-        say(f"warning: data: {warning}")
+    for warning in data_warnings(tokens.facts, rows):
+        say(f"warning: {table}: {warning}")
 
 
-def data_warnings(facts: dict[str, Any]) -> list[str]:
+def data_warnings(facts: dict[str, Any], rows: Rows | None = None) -> list[str]:
     """Describe what the author of prepared data may not mean."""
     left_out = {f"{why}; left out": rows for why, rows in facts["bad_rows"].items()}
-    return [*describe_warnings(facts["warnings"] | left_out), *warn_of_turns(facts)]
+    return [*describe_warnings(facts["warnings"] | left_out, rows), *warn_of_turns(facts)]
 
 
 def summarize(facts: dict[str, Any], origin: str) -> str:
     """Summarize prepared data in one line."""
     share = facts["trained_tokens"] / facts["tokens"]
-    left_out = sum(entry["count"] for entry in facts["bad_rows"].values())
     engines = [name for name, count in facts["engines"].items() if count]
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
         f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
-        f"{format_count(left_out, 'row')} left out, {facts['truncated']['count']:,} truncated, "
-        f"{origin}"
+        f"{format_count(facts['left_out'], 'row')} left out, "
+        f"{facts['truncated']['count']:,} truncated, {origin}"
     )
 
 

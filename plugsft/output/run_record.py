@@ -104,7 +104,7 @@ class RecordedData(RecordedTable):
     examples: Count = 0
     tokens: Count = 0
     trained_tokens: Count = 0
-    bad_rows: dict[str, RowCount] = {}
+    left_out: Count = 0
     truncated: RowCount = RowCount()
     sources: list[RecordedSource] = []
     mask: str = ""
@@ -112,10 +112,9 @@ class RecordedData(RecordedTable):
 
     def __str__(self) -> str:
         share = self.trained_tokens / max(1, self.tokens)
-        left_out = sum(rows.count for rows in self.bad_rows.values())
         return (
             f"{self.examples:,} examples, {self.tokens:,} tokens, {share:.0%} trained, "
-            f"{left_out:,} left out, {self.truncated.count:,} truncated"
+            f"{self.left_out:,} left out, {self.truncated.count:,} truncated"
         )
 
 
@@ -184,6 +183,9 @@ class RunRecord(RecordedTable):
         value = self.facts.get(name)
         flat = flatten(value) if isinstance(value, dict) else {name: value}
         shown = {key: flat[key] for key in flat if not key.startswith(NOT_SHOWN)}
+        for key, value in shown.items():
+            if key.endswith(".rows") and isinstance(value, list):  # counted from 1 for people
+                shown[key] = ", ".join(str(row + 1) for row in value if isinstance(row, int))
         named = shown if name == "versions" else {label(key): shown[key] for key in shown}
         return {key: value for key, value in named.items() if value not in (None, "", [], {})}
 
