@@ -32,7 +32,7 @@ from .model.config import ensure_ids_known
 from .model.load import ModelLoad, make_load, make_scratch_model
 from .model.schedule import Schedule
 from .ranks.agree import agreed, ensure_alike
-from .ranks.connect import connect
+from .ranks.connect import connect, ensure_possible
 from .ranks.load_batches import explain_out_of_memory_in_loading
 from .ranks.optimizer_checks import ensure_uses_settings
 from .ranks.same_inputs import SAME_INPUTS, compared_model, compared_recipe
@@ -63,10 +63,11 @@ class Loaded:
 def prepare_data(
     recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path]
 ) -> Prepared:
-    """Check the recipe, and turn its rows into tokens.
+    """Check the recipe and the launch, and turn its rows into tokens.
 
     A template with a date writes the day on which the run of the checkpoints began, or today.
     """
+    ensure_possible(recipe, machine)
     ensure_trainable(recipe, active, machine)
     begun = checkpoints[0].resolve().parent.parent if checkpoints else None
     data = prepare(recipe, active, day=day_of(begun))

@@ -122,17 +122,18 @@ def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
 @pytest.mark.parametrize(
     "name, changes, says",
     [
-        ("zero3", {"zero_stage: 3": "zero_stage: 2"}, "set it to 3"),
+        ("zero3", {"zero_stage: 3": "zero_stage: 2"}, "set it to '3'"),
         (
             "fsdp2",
             {
                 "fsdp_offload": "fsdp_activation_checkpointing: true\n  fsdp_offload",
                 "num_machines": "dynamo_config: {dynamo_backend: EAGER}\nnum_machines",
             },
-            "dynamo_backend: a recipe compiles with [plugins.compile]; set it to 'no'; and "
-            "fsdp_activation_checkpointing: a recipe has [plugins.gradient_checkpointing]",
+            "sets dynamo_backend = EAGER (ACCELERATE_DYNAMO_BACKEND), which [plugins.compile] "
+            "decides: set it to 'no'; and fsdp_activation_checkpointing = true "
+            "(FSDP_ACTIVATION_CHECKPOINTING), which [plugins.gradient_checkpointing] decides",
         ),
-        ("fsdp2", {"fsdp_version: 2": "fsdp_version: 1"}, "set fsdp_version: 2"),
+        ("fsdp2", {"fsdp_version: 2": "fsdp_version: 1"}, "fsdp_version = 1"),
     ],
 )
 def test_what_a_launchers_file_asks_for_is_done_or_refused(tiny, tmp_path, name, changes, says):

@@ -2,15 +2,19 @@
 
 import json
 import os
+import runpy
 import shlex
+from pathlib import Path
 
 import pytest
+from accelerate.commands.config import config_args
 from conftest import ROOT, _launch_environment, tiny_tables, write_recipe
 
 from plugsft import cli
 from plugsft.base.launch_files import STRATEGIES
 from plugsft.start import launch as launch_ranks
 from plugsft.start.launch import first_host
+from plugsft.start.launch_file import default_launch_file
 
 STEP = {
     "SLURM_JOB_ID": "70123",
@@ -31,7 +35,7 @@ def recipe(tmp_path):
 @pytest.fixture
 def launch(recipe, tmp_path, monkeypatch, capsys):
     """Give `launch(*words)`: the exit code, the lines it prints, and the command it becomes."""
-    monkeypatch.setattr(launch_ranks, "default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 
@@ -164,14 +168,30 @@ def test_the_first_host_of_slurms_list(names, first):
 
 
 def test_accelerates_default_file_decides_where_nothing_is_asked(launch, tmp_path, recipe):
-    file = tmp_path / "default.yaml"
-    file.write_text((ROOT / "recipes/accelerate/cpu2.yaml").read_text())
+    file = tmp_path / "home/accelerate/default_config.yaml"
+    file.parent.mkdir(parents=True)
+    text = (ROOT / "recipes/accelerate/cpu2.yaml").read_text()
+    file.write_text(text)
     _, lines, _ = launch()
     assert lines == [
         f"launch: {file} decides; --ranks or --strategy replaces it",
         f"accelerate launch -m plugsft {recipe}",
     ]
     assert "cpu2.yaml --num_processes 2" in launch("--ranks", "2")[1][-1]
+    file.write_text(text.replace("mixed_precision: 'no'", "mixed_precision: bf16"))
+    code, lines, command = launch()
+    assert (code, command) == (2, []) and f"{file} sets mixed_precision = bf16" in lines[-1]
+    assert launch("model.dtype=bfloat16")[2]
+
+
+@pytest.mark.parametrize("variables", [{}, {"HF_HOME": "~/hub"}, {"XDG_CACHE_HOME": "/cache"}])
+def test_accelerate_looks_for_its_default_file_in_the_same_place(monkeypatch, variables):
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accelerate = runpy.run_path(config_args.__file__, run_name=config_args.__name__)
+    assert default_launch_file() == Path(accelerate["default_config_file"])
 
 
 def test_under_torchrun_options_of_the_launch_are_refused(launch, monkeypatch):

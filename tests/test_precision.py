@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import (
+    ROOT,
     chats,
     must_succeed,
     only_full,
@@ -14,6 +15,7 @@ from conftest import (
     read_record,
     run_launch,
     run_plugsft,
+    start_ranks,
 )
 from launching import config
 from plugin_packages import SEES, activate, install
@@ -22,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft.base.errors import LaunchError
-from plugsft.ranks.launcher import LAUNCHER_ENDED
-from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
+from plugsft.ranks.launcher import LAUNCHER_ENDED, ensure_settings
+from plugsft.ranks.precision import autocast_experts, mixed_precision, on_cpu
+from plugsft.recipe.parse import flatten
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
+from plugsft.start.launch_file import ensure_launch_file
 
 SIGNAL_AT_ITS_END = """
 import ctypes
@@ -68,8 +72,7 @@ def test_states_of_a_plugin_s_optimizer_are_its_own(tiny):
     "dtype, launcher, weights, computes",
     [
         ("float32", "no", "float32", "float32"),
-        ("float32", "bf16", "float32", "bfloat16"),
-        ("bfloat16", "no", "float32", "bfloat16"),
+        ("bfloat16", "bf16", "float32", "bfloat16"),
         ("bfloat16", "no", "bfloat16", "bfloat16"),
     ],
 )
@@ -101,7 +104,6 @@ def test_a_run_computes_in_the_reported_precision(
 @pytest.mark.parametrize(
     "kind, dtype, launcher, weights",
     [
-        pytest.param("fsdp2", "float32", "bf16", "float32", marks=only_full),
         ("fsdp2", "bfloat16", "no", "float32"),
         pytest.param("fsdp2", "bfloat16", "bf16", "bfloat16", marks=only_full),
         pytest.param("zero3", "bfloat16", "no", "float32", marks=only_full),
@@ -175,11 +177,63 @@ def ensure_sharded(run, whole=False):
     assert (most > 4 * own) == whole
 
 
-@pytest.mark.parametrize("asked", ["fp16", "fp8"])
-def test_number_types_that_cannot_be_trained_in_are_refused(tiny, asked):
-    result = run_plugsft(tiny(), env={"ACCELERATE_MIXED_PRECISION": asked})
-    assert result.returncode == 2 and f"mixed_precision {asked}" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    "asked, dtype",
+    [("bf16", "float32"), ("fp16", "float32"), ("fp8", "bfloat16"), ("bf16", "float16")],
+)
+def test_a_launcher_that_computes_in_another_type_is_refused(tiny, asked, dtype):
+    """Before data is prepared, and by `check`."""
+    recipe, environment = tiny(model={"dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked}
+    says = (
+        f"sets mixed_precision = {asked} (ACCELERATE_MIXED_PRECISION), which model.dtype = "
+        f"\"{dtype}\" decides: set it to 'no'"
+    )
+    training, checking = (run_plugsft(*words, recipe, env=environment) for words in ([], ["check"]))
+    for result in (training, checking):
+        assert result.returncode == 2 and says in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr
+    assert "data:" not in training.stdout
+
+
+# Stands for a machine on which a variable is set.
+ON_ONE_RANK = """
+    import os
+
+    if os.environ.get("RANK") == "1":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+
+    @plugin()
+    class Alone:
+        pass
+"""
+
+
+def test_a_launcher_of_another_type_on_one_rank_is_refused(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", alone=ON_ONE_RANK), monkeypatch)
+    first, second = start_ranks(2, tiny(plugins={"alone": {}}), env={"OMP_NUM_THREADS": "1"})
+    refused = second.wait()
+    first.process.terminate()  # by the launcher
+    assert refused.returncode == 2 and "sets mixed_precision = bf16" in refused.stderr
+    assert "step 1" not in first.wait().stdout
+
+
+def test_check_names_a_default_launch_file_of_another_type(tiny, tmp_path):
+    file = tmp_path / "accelerate/default_config.yaml"
+    file.parent.mkdir()
+    file.write_text("mixed_precision: bf16\ndynamo_config: {dynamo_backend: 'NO'}\n")
+    recipe, environment = tiny(), {"HF_HOME": str(tmp_path)}
+    result = run_plugsft("check", recipe, env=environment)
+    assert f"`plugsft launch` would be refused: {file} sets mixed_precision" in result.stdout
+    assert result.returncode == 0, "it may be started otherwise"
+    result = run_plugsft("check", recipe, "model.dtype=bfloat16", env=environment)
+    assert "would be refused" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["cpu1", "cpu2", "fsdp2", "gpu8", "zero3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_our_launch_files_suit_each_type(tiny, name, dtype):
+    recipe, _ = validate(read(tiny(model={"dtype": dtype})), "recipe")
+    ensure_launch_file(ROOT / f"recipes/accelerate/{name}.yaml", recipe)
 
 
 def test_weights_of_float16_are_refused(tiny):
@@ -192,16 +246,42 @@ def test_weights_of_float16_are_refused(tiny):
     [
         {"fp16": {"enabled": True}},
         {"bf16": {"enabled": False}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         {"communication_data_type": "bf16"},
         {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"gradient_clipping": 0.5},
+        {"gradient_accumulation_steps": 4},
+        {"train_batch_size": 64},
+        {"train_micro_batch_size_per_gpu": 7},
+        {"zero_optimization": {"stage": 2}},
     ],
+    ids=str,
 )
-def test_a_deepspeed_file_that_chooses_number_types_is_refused(chosen):
-    ensure_same_dtypes({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16")
-    ensure_same_dtypes({"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}, "no")
+def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(tiny, chosen):
+    recipe, _ = validate(read(tiny(model={"dtype": "bfloat16"})), "recipe")
+    fits = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "gradient_clipping": 1.0}
+    fits |= {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
+    ensure_settings(flatten(fits), recipe, "the DeepSpeed file")
     [name] = chosen
-    with pytest.raises(LaunchError, match=f'follow from the recipe .* remove "{name}"'):
-        ensure_same_dtypes(chosen, "bf16")
+    with pytest.raises(LaunchError, match=f"the DeepSpeed file sets {name}.* decides: set it to"):
+        ensure_settings(flatten(fits | chosen), recipe, "the DeepSpeed file")
+
+
+@pytest.mark.slow
+def test_autocast_of_a_deepspeed_file_is_refused(tiny, tmp_path):
+    settings = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    (tmp_path / "zero3.json").write_text(json.dumps(settings))
+    file = tmp_path / "zero3.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_machines: 1\nmixed_precision: 'no'\n"
+        f"deepspeed_config: {{deepspeed_config_file: {tmp_path}/zero3.json}}\n"
+    )
+    words = ("--config_file", file, "--num_processes", 1, "-m", "plugsft", tiny())
+    code, out, err = run_launch(*words)
+    assert code == 2 and "step 1" not in out
+    assert "the DeepSpeed file sets torch_autocast.enabled = True" in err
 
 
 def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):
@@ -217,17 +297,12 @@ def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):
         on_cpu(recipe)
 
 
-def test_the_recipe_or_the_launcher_may_ask_for_bfloat16(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+def test_the_recipe_alone_chooses_bfloat16(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     half, whole = (Model(path="m", dtype=dtype) for dtype in ("bfloat16", "float32"))
     pure = Model(path="m", dtype="bfloat16", weights="bfloat16")
     assert mixed_precision(half, deepspeed=True) == mixed_precision(half, deepspeed=False) == "bf16"
     assert mixed_precision(whole, deepspeed=True) == mixed_precision(pure, deepspeed=False) == "no"
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert (
-        mixed_precision(whole, deepspeed=False) == "bf16"
-        and mixed_precision(pure, deepspeed=False) == "no"
-    )
     with pytest.raises(LaunchError, match="ZeRO-3 stores and updates weights in float32"):
         mixed_precision(pure, deepspeed=True)
 
@@ -262,7 +337,7 @@ def test_no_environment_divides_the_gradients(tiny, steps):
     environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps}
     result = run_plugsft(tiny(), env=environment)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert f"sets gradient_accumulation_steps = {steps}" in result.stderr
+    assert f"sets gradient_accumulation_steps = {steps} " in result.stderr
     assert "train.batch_size and train.micro_batch" in result.stderr
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from safetensors import safe_open
 
 from ..base.console import format_count, out
-from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
+from ..base.errors import DataError, LaunchError, PlugsftError, RecipeError, reason_of
 from ..base.machine import Machine, look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
@@ -30,11 +30,13 @@ from ..model.config import ensure_ids_known, ensure_model_fits
 from ..model.schedule import ScheduleDefaults, factors_of, long_warmup
 from ..output.disk_space import ensure_room, parameters
 from ..output.folder import describe_results, ensure_ours, wrong_inputs
+from ..ranks.launcher import ensure_environment
 from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
 from ..start.before_run import ensure_schedule
+from ..start.launch_file import default_launch_file, ensure_launch_file
 from ..start.train import warnings_of
 from .rows import audit
 
@@ -94,6 +96,12 @@ def _check(
 ) -> None:
     train = recipe.train
     findings.ok("recipe", f"{path}: all keys and values are valid")
+    with findings.about("launch"):
+        ensure_environment(recipe)
+    try:
+        ensure_launch_file(default_launch_file(), recipe)
+    except LaunchError as error:
+        findings.warn("launch", f"`plugsft launch` would be refused: {error}")
     with findings.about("plugins"):
         registry.check(active, recipe, machine)
         findings.ok("plugins", ", ".join(active.plugins) or "none")

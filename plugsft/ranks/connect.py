@@ -18,17 +18,16 @@ from transformers.utils import logging as transformers_logging
 
 from ..base.errors import LaunchError, reason_of
 from ..base.machine import Machine, env_number
-from ..recipe.capabilities import Capability
+from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import watch
-from .launcher import started_too_few
-from .precision import ensure_same_dtypes, half_dtype, mixed_precision, on_cpu, reduce_in_float32
+from .launcher import ensure_environment, ensure_settings, started_too_few
+from .precision import half_dtype, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 KINDS = {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}
 """Strategy -> accelerate's name of it."""
-ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
@@ -72,7 +71,6 @@ def has_launcher_store(machine: Machine) -> bool:
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Start the process group; refuse one that differs from the launcher's settings."""
     cpu, sharded = on_cpu(recipe), bool(machine.strategy)
-    ensure_possible(machine, cpu)
     if has_launcher_store(machine):
         # Machines without a shared file system prepare a copy each, and a process group would time
         # out on the slowest.
@@ -81,6 +79,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         _prepare_cpu(machine)
     # Each rank reads its own rows; with this setting, only rank 0 would load weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    os.environ.setdefault("FSDP_VERSION", "2")
     precision = mixed_precision(recipe.model, machine.strategy == "zero3")
     # Without cpu=True, ranks on a machine without GPU form no process group.
     try:
@@ -102,19 +101,24 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"the launcher asked for {machine.world_size} ranks of {wanted}, and what came up is "
             f"{accelerator.num_processes} of {kind}. {CHECK_LAUNCHER}"
         )
-    _ensure_effective(accelerator, recipe)
+    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
+        raise LaunchError(
+            f"train.keep_whole_gradients is for FSDP2, and this is {strategy_name(accelerator)}; "
+            "remove it"
+        )
     if machine.world_size > 1:
         host_group()
         with suppress(RuntimeError, KeyError):  # the host may allow fewer sockets than ranks
             watch.start()
     if kind == KINDS["zero3"]:
-        _configure_deepspeed(accelerator, recipe, precision)
+        _configure_deepspeed(accelerator, recipe)
     reduce_in_float32(accelerator)
     return accelerator
 
 
-def ensure_possible(machine: Machine, cpu: bool) -> None:
-    """Refuse what no process group should be started for."""
+def ensure_possible(recipe: Recipe, machine: Machine) -> None:
+    """Refuse a launch that the recipe contradicts, before anything is prepared for it."""
+    cpu = on_cpu(recipe)
     # With GPUs, accelerate starts as many as asked, and the address may be left over.
     if started_too_few() and not torch.cuda.is_available():
         raise LaunchError(
@@ -129,24 +133,16 @@ def ensure_possible(machine: Machine, cpu: bool) -> None:
         raise LaunchError(
             'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
         )
-    if machine.strategy == "fsdp2" and os.environ.get("FSDP_VERSION") != "2":
-        raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
-    accumulation = os.environ.get(ACCUMULATION, "1")
-    if accumulation != "1":  # accelerate would divide every loss by it
-        raise LaunchError(
-            f"the launcher's file or the environment sets gradient_accumulation_steps = "
-            f"{accumulation} ({ACCUMULATION}); remove it: a "
-            "step's micro-batches follow from train.batch_size and train.micro_batch"
-        )
+    ensure_environment(recipe)
 
 
-def _configure_deepspeed(accelerator: Accelerator, recipe: Recipe, precision: str) -> None:
-    """Give DeepSpeed the recipe's settings, in place of those of a file."""
+def _configure_deepspeed(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Give DeepSpeed the recipe's settings; refuse a file that contradicts them."""
     # It calls deprecated functions of torch at every step.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     state: Any = accelerator.state
     config = state.deepspeed_plugin.deepspeed_config
-    ensure_same_dtypes(config, precision)
+    ensure_settings(flatten(config), recipe, "the DeepSpeed file")
     config["gradient_clipping"] = recipe.train.max_grad_norm
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
@@ -170,36 +166,6 @@ def disconnect(accelerator: Accelerator, model: Module) -> None:
     if isinstance(model, DistributedDataParallel):
         del model.logger, model.reducer
     accelerator.end_training()
-
-
-def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Refuse settings of recipe and launcher that would have no effect."""
-    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
-        raise LaunchError(
-            f"train.keep_whole_gradients is for FSDP2, and this is {strategy_name(accelerator)}; "
-            "remove it"
-        )
-    state: Any = accelerator.state
-    wrong = []
-    if state.dynamo_plugin.backend.value != "NO":
-        wrong.append(
-            "dynamo_backend: a recipe compiles with "
-            f"{Capability.bundled('compiled_layers').table}; set it to 'no'"
-        )
-    if accelerator.parallelism_config and accelerator.parallelism_config.total_size > 1:
-        wrong.append("parallelism_config: plugsft supports DDP, FSDP2 and ZeRO-3; remove it")
-    kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP and state.fsdp_plugin.activation_checkpointing:
-        wrong.append(
-            "fsdp_activation_checkpointing: a recipe has "
-            f"{Capability.bundled('recomputed_activations').table} for it; set it to false"
-        )
-    if kind == DistributedType.DEEPSPEED:
-        stage = state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
-        if stage != 3:
-            wrong.append(f"zero_stage: given {stage}; plugsft runs ZeRO-3: set it to 3")
-    if wrong:
-        raise LaunchError(f"the launcher's file sets {'; and '.join(wrong)}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The number types of a run, from the recipe and the launcher.
+"""The number types of a run, which follow from the recipe.
 
 With `model.dtype = "bfloat16"` or "float16", weights are stored in float32 and computed with in
 that type: by autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the
@@ -20,6 +20,7 @@ from torch.optim import AdamW
 from ..base.errors import LaunchError
 from ..model.tensor_shards import dtype_name
 from ..recipe.tables import Model, Recipe
+from .launcher import ACCELERATE_TYPES
 from .weights import Weights
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
@@ -40,20 +41,12 @@ def on_cpu(recipe: Recipe) -> bool:
 
 
 def mixed_precision(model: Model, deepspeed: bool) -> str:
-    """Choose accelerate's mixed_precision by the recipe; refuse what the launcher adds to it."""
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in ("no", "bf16") and (asked, model.dtype) != ("fp16", "float16"):
+    """Choose accelerate's mixed_precision by the recipe; refuse what ZeRO-3 cannot do."""
+    if model.dtype == "float16" and deepspeed:
         raise LaunchError(
-            f"the launcher asks for mixed_precision {asked}; set mixed_precision: no in its file, "
-            'and model.dtype = "float16" in the recipe'
+            'model.dtype = "float16": ZeRO-3 scales the loss by rules of its own, which '
+            "checkpoints cannot resume; launch with recipes/accelerate/fsdp2.yaml"
         )
-    if model.dtype == "float16":
-        if deepspeed:
-            raise LaunchError(
-                'model.dtype = "float16": ZeRO-3 scales the loss by rules of its own, which '
-                "checkpoints cannot resume; launch with recipes/accelerate/fsdp2.yaml"
-            )
-        return "fp16"
     if model.weights == "bfloat16":
         if deepspeed:
             raise LaunchError(
@@ -61,7 +54,7 @@ def mixed_precision(model: Model, deepspeed: bool) -> str:
                 "it, or launch with recipes/accelerate/fsdp2.yaml"
             )
         return "no"  # computes in the type of the weights
-    return "bf16" if model.dtype == "bfloat16" else asked
+    return ACCELERATE_TYPES[model.dtype]
 
 
 @cache
@@ -105,41 +98,34 @@ def half_dtype(accelerator: Accelerator) -> torch.dtype | None:
     return HALF.get(accelerator.mixed_precision)
 
 
-def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
-    """Refuse a DeepSpeed file that chooses number types, which follow from the recipe."""
-    half = {"enabled": mixed_precision == "bf16"}
-    # accelerate adds "bf16" and "fp16" itself, and on AMD's GPUs the last one.
-    allowed = {
-        "fp16": ({"enabled": "auto"}, {"enabled": False}),
-        "bf16": ({"enabled": "auto"}, half),
-        "data_types": (),
-        "communication_data_type": ("fp32",),
-    }
-    for name, values in allowed.items():
-        if config.get(name) and config[name] not in values:
-            raise LaunchError(
-                f"the DeepSpeed file sets {name} = {config[name]}, and number types follow from "
-                f'the recipe (model.dtype, model.weights): remove "{name}"'
-            )
+def precision_as_computed(accelerator: Accelerator, held: Weights) -> str:
+    """Name the type that the model computes in, as loaded: it is the same on all ranks."""
+    if half := half_dtype(accelerator):
+        return dtype_name(half)
+    return _trained_types(held)
 
 
 def dtypes_of(accelerator: Accelerator, held: Weights, optimizer: Any) -> dict[str, str]:
     """Read the number types from the loaded model: the record says what is, not what was asked."""
+    weights = _trained_types(held)
+    types = {
+        "weights": weights,
+        "compute": precision_as_computed(accelerator, held),
+        "gradients": "float32" if half_dtype(accelerator) else weights,  # reduce_in_float32
+    }
     parameters = held.parameters(trained_only=False).values()
-    # Under ZeRO-3, the trained numbers are float32 beside the parameters that compute.
-    weights = _names(held.local(each) for each in parameters if each.requires_grad)
-    frozen = _names(each for each in parameters if not each.requires_grad)
-    half = half_dtype(accelerator)
-    types = {"weights": weights, "compute": weights, "gradients": weights}
-    if half:
-        types |= {"compute": dtype_name(half), "gradients": "float32"}  # reduce_in_float32
-    if frozen:
+    if frozen := _names(each for each in parameters if not each.requires_grad):
         types["frozen"] = frozen
     while hasattr(optimizer, "optimizer"):  # accelerate and DeepSpeed have wrapped it
         optimizer = optimizer.optimizer
     if type(optimizer) is AdamW:  # a plugin's optimizer may store other types
         types["optimizer"] = weights
     return types
+
+
+def _trained_types(held: Weights) -> str:
+    # Under ZeRO-3, the trained numbers are float32 beside the parameters that compute.
+    return _names(held.local(each) for each in held.parameters().values())
 
 
 def _names(parameters: Iterable[Tensor]) -> str:

@@ -5,17 +5,17 @@ import re
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.config.config_args import load_config_from_file
 
 from ..base.console import format_count, say
 from ..base.errors import LaunchError, choices
 from ..base.launch_files import STRATEGIES, Layout, launch_file
 from ..base.machine import SWITCHES, child_environment, env_number, not_installed
 from ..recipe.tables import Recipe
+from .launch_file import default_launch_file, ensure_launch_file
 
 PORT = 29500
 """Default port of node 0, as torchrun's."""
@@ -74,8 +74,10 @@ def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn
     """Print the line that trains a recipe, and run it in place of this process."""
     slurm = slurm_step()
     several = slurm is not None and slurm.nodes > 1
-    if not several and options == Options() and Path(default_config_file).is_file():
-        say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
+    file = default_launch_file()
+    if not several and options == Options() and file.is_file():
+        say(f"launch: {file} decides; --ranks or --strategy replaces it")
+        ensure_launch_file(file, recipe)
         _execute(["accelerate", "launch", "-m", "plugsft", *words])
     layout = layout_of(recipe, options, slurm)
     ensure_no_other_strategy(layout.strategy)
