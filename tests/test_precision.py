@@ -261,7 +261,7 @@ def test_weights_of_float16_are_refused(tiny):
 def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(tiny, chosen):
     recipe, _ = validate(read(tiny(model={"dtype": "bfloat16"})), "recipe")
     fits = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "gradient_clipping": 1.0}
-    fits |= {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
+    fits |= {"zero_optimization": {"stage": 3}}
     ensure_settings(flatten(fits), recipe, "the DeepSpeed file")
     [name] = chosen
     with pytest.raises(LaunchError, match=f"the DeepSpeed file sets {name}.* decides: set it to"):
@@ -275,7 +275,7 @@ def test_autocast_of_a_deepspeed_file_is_refused(tiny, tmp_path):
     (tmp_path / "zero3.json").write_text(json.dumps(settings))
     file = tmp_path / "zero3.yaml"
     file.write_text(
-        "distributed_type: DEEPSPEED\nnum_machines: 1\nmixed_precision: 'no'\n"
+        "distributed_type: DEEPSPEED\nnum_machines: 1\n"
         f"deepspeed_config: {{deepspeed_config_file: {tmp_path}/zero3.json}}\n"
     )
     words = ("--config_file", file, "--num_processes", 1, "-m", "plugsft", tiny())

@@ -142,7 +142,9 @@ def _configure_deepspeed(accelerator: Accelerator, recipe: Recipe) -> None:
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     state: Any = accelerator.state
     config = state.deepspeed_plugin.deepspeed_config
-    ensure_settings(flatten(config), recipe, "the DeepSpeed file")
+    # What is "auto" follows from accelerate's settings.
+    given = {name: value for name, value in flatten(config).items() if value != "auto"}
+    ensure_settings(given, recipe, "the DeepSpeed file")
     config["gradient_clipping"] = recipe.train.max_grad_norm
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch

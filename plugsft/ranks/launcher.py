@@ -22,7 +22,6 @@ VARIABLES = {
     "use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
     "fsdp_version": "FSDP_VERSION",
     "fsdp_activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
 }
 """Setting, as accelerate's file names it -> the variable by which ranks get it."""
 
@@ -75,21 +74,20 @@ def allowed_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     compiled, recomputed = map(Capability.bundled, ("compiled_layers", "recomputed_activations"))
     return {
         "mixed_precision": (dtype, "no", computes),
-        "gradient_accumulation_steps": (batches, "1", "auto"),
+        "gradient_accumulation_steps": (batches, "1"),
         "dynamo_backend": (compiled.table, "no"),
         "use_parallelism_config": ("plugsft (by DDP, FSDP2 or ZeRO-3)", "false"),
         "fsdp_version": ("plugsft (FSDP2)", "2"),
         "fsdp_activation_checkpointing": (recomputed.table, "false"),
-        "zero_stage": ("plugsft (ZeRO-3)", "3"),
         # DeepSpeed's own names.
         "zero_optimization.stage": ("plugsft (ZeRO-3)", "3"),
-        "bf16.enabled": (dtype, "auto", str(computes == "bf16").lower()),
+        "bf16.enabled": (dtype, str(computes == "bf16").lower()),
         "bf16.bf16_master_weights_and_grads": ("model.weights", "false"),
-        "fp16.enabled": (dtype, "auto", "false"),
+        "fp16.enabled": (dtype, "false"),
         "torch_autocast.enabled": (dtype, "false"),
         "data_types.grad_accum_dtype": (dtype, "fp32"),
         "communication_data_type": (dtype, "fp32"),
         "train_batch_size": (batches, "auto"),
-        "train_micro_batch_size_per_gpu": (batches, "auto", str(train.micro_batch)),
-        "gradient_clipping": ("train.max_grad_norm", "auto", str(train.max_grad_norm)),
+        "train_micro_batch_size_per_gpu": (batches, str(train.micro_batch)),
+        "gradient_clipping": ("train.max_grad_norm", str(train.max_grad_norm)),
     }
