@@ -212,6 +212,9 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
         assert not any("at a time" in line for line in check(path, *words).warn), words
     assert not any("at a time" in line for line in check(path, ranks=8).warn)
     assert "= 200.0 is far above" in check(path, "train.learning_rate=2e2", ranks=8).warn[-1]
+    assert "= 0 trains nothing" in check(path, "train.learning_rate=0", ranks=8).warn[-1]
+    words = ["train.learning_rate=1e-6", "plugins.lora.r=2"]
+    assert "= 1e-06 is far below what adapters take" in check(path, *words, ranks=8).warn[-1]
     [said] = re.findall("warning: .*", run_plugsft(path, "train.steps=1").stdout)
     assert said.endswith(line.removeprefix("recipe").strip())
 

@@ -178,6 +178,12 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
         ),
         (["--max-length", "8"], "--max-length: no such option; write data.max_length="),
         (["--without", "looser"], "no [plugins.looser]; did you mean 'lora'? it has lora"),
+        (["lr=1e-4"], "did you mean 'train.learning_rate'?"),
+        (["train.lr=1e-4"], "did you mean 'train.learning_rate'?"),
+        (["train.weight_decay=1e30"], "should be less than or equal to 1000"),
+        (["model={path='/', revision='main'}"], "revision is for the hub, and / is a folder"),
+        (["plugins.grpo={}"], 'docs/troubleshooting.md, "What you may look for"'),
+        (["output=/proc/x"], "/proc: is no place for files; name another folder"),
         (["evaluation.every=3"], "did you mean 'eval'? allowed: "),
         (["train.learning_rate='1'"], "a number, such as 1e-4, without quotes"),
     ],
@@ -185,6 +191,34 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
 def test_a_mistake_on_the_command_line_is_answered_with_what_there_is(words, says, tiny, capsys):
     assert run_here("check", tiny(plugins={"lora": {}}), *words) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_variable_that_is_not_of_plugsft_is_one_line(monkeypatch, capsys):
+    for text in ("x", "[1]", '{"a": 1}'):
+        monkeypatch.setenv("PLUGSFT_OWN_PLUGINS", text)
+        assert run_here("plugins") == 2
+        assert "PLUGSFT_OWN_PLUGINS, which plugsft sets itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_rows_beyond_the_context_are_refused_as_a_run_does(command, tiny, capsys):
+    assert run_here(command, tiny(), "data.max_length=100_000") == 2
+    assert "the model's context is" in capsys.readouterr().err
+
+
+def test_files_are_not_alike_by_their_ending(tmp_path, tiny, capsys):
+    for name in ("parts.jsonl", "charts.jsonl"):
+        (tmp_path / name).write_text("{}")
+    for missing, hint in {"chat.jsonl": "'charts.jsonl'", "owls.jsonl": ""}.items():
+        assert run_here("check", tiny(), f"data.source={tmp_path / missing}") == 2
+        said = capsys.readouterr().err
+        assert (f"did you mean {hint}" in said) if hint else ("did you mean" not in said), said
+
+
+def test_a_key_twice_is_named(tmp_path, capsys):
+    (tmp_path / "twice.toml").write_text('output = "x"\noutput = "y"\n')
+    assert run_here("check", tmp_path / "twice.toml") == 2
+    assert "line 2, column 13): output is there twice; remove one" in capsys.readouterr().err
 
 
 def test_a_third_ctrl_c_ends_a_waiting_rank_without_a_traceback(monkeypatch):

@@ -100,6 +100,7 @@ def test_page_shows_the_run() -> None:
         "bad rows, no trained token, count 1,300 bad rows, no trained token, rows 5, 1010, 13"
         in page.text
     )
+    assert "<dd>4 1,009 12</dd>" in render(RUN, []), "numbers of rows share a line"
     assert "truncated, count 0 lengths, min 12 lengths, median 44 lengths, max 61 mask" in page.text
     assert 'length_group 12 % less padding site 1.2 x = 4096, scope = "window"' in page.text
     assert "flash_attn 2.8.3" in page.text

@@ -106,6 +106,9 @@ def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
         ("warmup_stable_decay", {}, "num_decay_steps: the schedule 'warmup_stable_decay' needs it"),
         ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "sqrt"}, "given 'sqrt'"),
         ("polynomial", {"lr_end": 0.5}, "needs lr_end < train.learning_rate; lr_end is 0.5"),
+        ("cosine_with_min_lr", {"min_lr_rate": 9e18}, "needs a smallest learning rate that is no"),
+        ("cosine_with_min_lr", {"min_lr": 0.6}, "needs a smallest learning rate that is no more"),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 2.0}, "given 2.0; Input"),
         ("inverse_sqrt", {"timescale": 0}, "timescale: the schedule 'inverse_sqrt': given 0;"),
     ],
 )

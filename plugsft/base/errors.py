@@ -127,8 +127,9 @@ def choices(word: str, options: Collection[str], lead: str = "known:") -> str:
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the most similar option, else ""."""
-    names = {option.lower(): option for option in options}
-    close = get_close_matches(word.lower(), names, n=1, cutoff=0.57)
+    ending = Path(word).suffix  # files are not alike because both end with .jsonl
+    names = {option.removesuffix(ending).lower(): option for option in options}
+    close = get_close_matches(word.removesuffix(ending).lower(), names, n=1, cutoff=0.57)
     return f"; did you mean '{names[close[0]]}'?" if close else ""
 
 

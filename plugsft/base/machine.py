@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from .errors import LaunchError
+from .errors import DiskError, LaunchError
 
 SWITCHES = {"zero3": "ACCELERATE_USE_DEEPSPEED", "fsdp2": "ACCELERATE_USE_FSDP"}
 """Strategy -> the variable by which accelerate tells a rank."""
@@ -130,7 +130,10 @@ def free_disk(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    if not usage.total:  # as of /proc
+        raise DiskError(f"{folder}: is no place for files", "name another folder")
+    return usage.free
 
 
 def _cgroup(name: str) -> str:

@@ -130,7 +130,7 @@ def _ensure_readable(name: str, where: str) -> None:
     path, known = Path(name), ", ".join(DATA_FILES)
     if path.is_file():
         if path.suffix not in DATA_FILES:
-            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}")
+            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {known}, unpacked")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
     elif path.is_dir():

@@ -10,9 +10,16 @@ import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    validate_call,
+)
 
 from ..base.checksums import digest
 from ..base.errors import PluginError, RecipeError, choices
@@ -191,6 +198,8 @@ def cosine_with_min_lr(
     if (min_lr is None) == (min_lr_rate is None) or (min_lr and not point.peak):
         raise ValueError("needs either min_lr or min_lr_rate (where learning_rate is 0, the rate)")
     floor = min_lr_rate or (min_lr / point.peak if min_lr else 0.0)
+    if floor > 1:
+        raise ValueError("needs a smallest learning rate that is no more than the peak")
     return half_cosine(point.progress, num_cycles) * (1 - floor) + floor
 
 
@@ -215,7 +224,7 @@ def warmup_stable_decay(
     num_stable_steps: NonNegativeInt | None = None,
     warmup_type: Shape = "linear",
     decay_type: Shape = "cosine",
-    min_lr_ratio: NonNegativeFloat = 0.0,
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0,
     num_cycles: float = 0.5,
 ) -> float:
     """Rise, stay at the peak, and fall in the last `num_decay_steps`."""

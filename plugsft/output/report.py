@@ -106,11 +106,14 @@ def _show(value: Any) -> str:
 
 
 def _lines(table: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
-    """Names and values of a table; a value that is a list takes a line for each item."""
-    return [
-        (name, value[:MAX_ROWS] if isinstance(value, list) else [value])
-        for name, value in islice(table.items(), MAX_ROWS)
-    ]
+    """Names and values of a table; a list of texts takes a line for each, numbers share one."""
+    lines = []
+    for name, value in islice(table.items(), MAX_ROWS):
+        items = value[:MAX_ROWS] if isinstance(value, list) else [value]
+        if int in map(type, items):
+            items = [" ".join(map(figure, items))]
+        lines.append((name, items))
+    return lines
 
 
 def _samples(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

@@ -27,6 +27,8 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {
     "bool_type": bool,
 }
 """pydantic's type of error -> the types of value that are written without quotes."""
+SHORT = {"lr": "learning_rate", "bs": "batch_size", "max_steps": "steps"}
+"""What people write for a key."""
 EXAMPLE = "`plugsft init sft` writes an example"
 
 
@@ -109,6 +111,7 @@ def _key(part: int | str) -> str:
 
 def elsewhere(key: str, table: type[Any]) -> str:
     """Find the key of a table below this one: "train.seed"; "" if there is none."""
+    key = SHORT.get(key, key)
     for name, _ in fields(table):
         if key in dict(fields(table_at(table, [name]))):
             return f"{name}.{key}"

@@ -68,9 +68,11 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 
 
 def _suggest(text: str, error: str) -> str:
-    """Return a hint if an error's line has a text without quotes."""
+    """Return a hint: the key that is there twice, or a text without quotes."""
     place = re.search(r"at line (\d+)", error)
     line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
+    if "overwrite" in error:
+        return f": {''.join(line).partition('=')[0].strip()} is there twice; remove one"
     match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))
     if match is None or not isinstance(value_of(match[2].strip()), str):
         return ""

@@ -220,6 +220,8 @@ class Model(Table):
             )
         if self.path is not None and self.scratch is not None:
             raise ValueError("path and [model.scratch] are both set; remove one")
+        if self.revision and os.path.isdir(str(self.path)):
+            raise ValueError(f"revision is for the hub, and {self.path} is a folder; remove it")
         if self.weights == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError(
                 'weights = "bfloat16" needs dtype = "bfloat16"; set it, or remove weights'
@@ -341,7 +343,7 @@ class Train(Table):
     warmup: float = Field(0.0, ge=0, lt=2**31)
     """Warm-up: below 1 a share of all steps, rounded up, else a number of steps. Step 1 then has
     the learning rate 0, as in transformers."""
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, le=1_000)
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay rate of the first moment."""

@@ -24,7 +24,10 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
     if name not in found:
         hint = did_you_mean(name, found)
         hint = hint or ", not installed, and not passed from Python (plugins=[...]);"
-        raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
+        raise RecipeError(
+            f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}. "
+            'docs/troubleshooting.md, "What you may look for", says what is not here'
+        )
     if not isinstance(options, dict):
         raise RecipeError(f"{where}: given {short(options)}; write {{}} for defaults, or remove it")
     enabled = options.get("enabled", True)

@@ -54,8 +54,13 @@ def find() -> dict[str, FoundPlugin]:
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
         found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
-    for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
-        found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
+    try:
+        for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
+            found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PluginError(
+            f"the environment has {OWN}, which plugsft sets itself for calls from Python: unset it"
+        ) from error
     return found
 
 

@@ -89,6 +89,13 @@ def warnings_of(recipe: Recipe, ranks: int) -> Iterator[str]:
             f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = "
             f"{min(8, share)} (1 if you mean it)"
         )
+    if train.learning_rate == 0:
+        yield "train.learning_rate = 0 trains nothing; recipes take about 1e-5, with adapters 1e-4"
+    elif train.learning_rate < 1e-5 and recipe.provides("adapters"):
+        yield (
+            f"train.learning_rate = {train.learning_rate:g} is far below what adapters take: about "
+            "1e-4"
+        )
     if train.learning_rate > 1:
         yield (
             f"train.learning_rate = {train.learning_rate} is far above what recipes take: about "

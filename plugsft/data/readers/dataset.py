@@ -1,5 +1,6 @@
 """Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow as pa
 from huggingface_hub import metadata_load
 from pandas.errors import ParserWarning
 
+from ...base.console import say
 from ...base.errors import DataError, reason_of
 from ...base.limits import path_inside, read_json_object
 from ...base.types import Ints, Range, Row
@@ -146,4 +148,7 @@ def parse_split(split: str, sizes: Mapping[str, int], where: str) -> list[Range]
             f"{where}: split '{split}' is not understood; {splits}; write its slices as "
             f"train[:100] or train[-5%:] ({reason_of(error)})"
         ) from error
+    asked = max(map(int, re.findall(r"[\[:](\d+)(?=[\]:])", split)), default=0)
+    if asked > max(sizes[part.splitname] for part in parts):
+        say(f"warning: {where}: split '{split}' asks for more rows than there are")
     return [(part.splitname, part.from_, max(part.from_, part.to)) for part in parts]

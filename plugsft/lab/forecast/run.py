@@ -13,6 +13,7 @@ from ...base.for_commands import parse_size, print_table
 from ...base.machine import look
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
+from ...model.config import ensure_model_fits
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -53,6 +54,7 @@ def plan(
     """
     cluster = cluster_of(parse_gpus(gpus), memory, gpu, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
+    ensure_model_fits(recipe)
     with TemporaryDirectory(prefix="plugsft-plan-") as folder:
         epoch = read_epoch(recipe, active, Path(folder))
         forecaster = Forecaster(anchored(recipe), epoch, cluster.gpu)
