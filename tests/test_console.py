@@ -1,6 +1,7 @@
 """What the console shows, and that other ranks stay silent."""
 
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from conftest import ROOT, must_succeed
 from rich.console import Console
 
 from plugsft.base import console
+from plugsft.base.for_commands import quiet_libraries
 
 
 @pytest.fixture
@@ -27,6 +29,20 @@ def test_a_line_is_printed_as_it_is_and_never_broken(capsys):
     console.print_error(text)
     said = capsys.readouterr()
     assert said.out == said.err == text + "\n"
+
+
+def test_marks_that_turn_the_direction_of_text_are_shown(capsys):
+    console.say("a\u202egpj.exe\u2066b")
+    console.print_error("\u200fname")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("a\ufffdgpj.exe\ufffdb\n", "\ufffdname\n")
+
+
+def test_control_characters_in_messages_of_libraries_are_shown(caplog):
+    """As of a foreign model_type, which transformers quotes."""
+    quiet_libraries()
+    logging.getLogger("transformers.x").warning("a model of type %s", "\x1b[2Jevil\u202e")
+    assert caplog.messages == ["a model of type ␛[2Jevil\ufffd"]
 
 
 def test_other_ranks_are_silent_but_for_errors(monkeypatch, capsys):

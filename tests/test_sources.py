@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 
 import datasets
 import pytest
@@ -237,9 +238,43 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "address",
+    [
+        *("http://{}/a.jsonl", "simplecache::http://{}/a.jsonl", "zip://a::http://{}/a.jsonl"),
+        *("file:///a.jsonl::http://{}/a.jsonl", "reference://{}/a.jsonl", "ftp://{}/a.jsonl"),
+        "webhdfs://{}/a.jsonl",
+    ],
+)
+def test_no_address_asks_a_foreign_server(address):
+    """A recipe of somebody else names it; some servers never answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        host, port = server.getsockname()
+        with pytest.raises(DataError, match=r"read in place; download the file \(curl -O\)"):
+            open_source(Source(source=address.format(f"{host}:{port}")))
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_split_of_more_rows_than_there_are_is_warned_of(tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}] * 20)
+    for split, warns in {"train[:100]": True, "train[5:21]": True, "train[:20]": False}.items():
+        assert len(open_source(Source(source=str(rows), split=split))) <= 20
+        said = f"split '{split}' asks for more rows than there are" in capsys.readouterr().out
+        assert said == warns, split
+    assert len(open_source(Source(source=str(rows), split="train[50%:100%]"))) == 10
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
         ("data.jsonl", b"", "the file is empty; name a file with rows"),
+        (
+            "data.jsonl.gz",
+            b"{}",
+            "unknown file type '.gz'; use .jsonl, .json, .parquet, .arrow, .csv, unpacked",
+        ),
         ("data.tsv", b"a\tb", "unknown file type '.tsv'; use .jsonl, .json, .parquet"),
         ("data.csv", b'a,b\n"1', "cannot be read as csv"),
         ("data", b"a,b", "unknown file type ''"),

@@ -17,7 +17,9 @@ from .machine import env_number
 
 CONTROLS = dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 CONTROLS |= {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
-"""Control characters -> pictures of them, as many."""
+TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+CONTROLS |= dict.fromkeys(map(ord, TURNING), 0xFFFD)
+"""Control characters, and marks that turn the direction of text -> pictures of them, as many."""
 
 
 class _Console(Console):

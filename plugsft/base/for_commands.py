@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Container, Sequence
 
-from .console import say
+from .console import CONTROLS, say
 from .errors import DISK_FULL, PlugsftError, reason_of
 
 REFUSED = (
@@ -60,7 +60,16 @@ def refusal_of(error: BaseException) -> PlugsftError | None:
     return refused
 
 
+class ShownRecord(logging.LogRecord):
+    """A message of a library, which may quote a foreign file, for the terminal."""
+
+    def getMessage(self) -> str:  # logging's name
+        """Return the text with its control characters made visible."""
+        return super().getMessage().translate(CONTROLS)
+
+
 def quiet_libraries() -> None:
-    """Show only errors of the loggers in QUIET."""
+    """Show only errors of the loggers in QUIET, and no control characters of any."""
+    logging.setLogRecordFactory(ShownRecord)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)

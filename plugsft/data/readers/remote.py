@@ -28,6 +28,8 @@ T = TypeVar("T")
 ENDINGS = (".jsonl", ".parquet")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Scheme -> the extra of plugsft that reads it."""
+SCHEMES = (*EXTRAS, "hf", "file")
+"""Stores that are asked. Others, and chains (zip://a::http://b), would ask any server."""
 VERSIONS = ("etag", "last-modified", "lastmodified", "mtime", "updated", "md5hash", "blob_id")
 """What an object store says of an object's content, in small letters; the first is taken."""
 TRIES = 5
@@ -89,9 +91,10 @@ class RangeFile(AbstractBufferedFile):  # type: ignore[misc]  # untyped upstream
 
 def find_objects(url: str, where: str) -> list[Address]:
     """Find the objects of an address, a folder or a pattern."""
-    if url.startswith("http"):
+    if url.partition("://")[0] not in SCHEMES or "::" in url:
         raise DataError(
-            f"{where}: a file of a web server; download it (curl -O), and name the file"
+            f"{where}: only addresses of {', '.join(SCHEMES)} are read in place; download the file "
+            "(curl -O), and name it"
         )
     found = asked(lambda: _find(url), where)
     if not found:
@@ -155,8 +158,6 @@ def _refusal(error: Exception, where: str) -> DataError:
         text = f"no such bucket, folder or object ({text})"
     elif isinstance(error, PermissionError) or "Credential" in name or code in (401, 403):
         text = f"no access ({text}); set the store's credentials: AWS_ACCESS_KEY_ID and others"
-    elif isinstance(error, ValueError) and "rotocol" in text:
-        text = f"unknown scheme ({text}); use s3, gs or hf"
     return DataError(f"{where}: {text}")
 
 
