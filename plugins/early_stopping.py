@@ -5,13 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from plugsft import PluginError, Recipe, RecipeError, Run, hookimpl, plugin, state
+from plugsft import PluginError, RecipeError, Run, hookimpl, plugin, state
 
 SPEED = ("tokens_per_second", "step_seconds", "memory_gib")
 """Metrics that differ between ranks."""
 
 
-@plugin(provides={"early_stop": None}, affects_results=["metric", "best", "patience", "min_delta"])
+@plugin(
+    provides={"early_stop": None},
+    affects_results=["metric", "best", "patience", "min_delta"],
+    watches=["metric"],
+)
 class EarlyStopping:
     """Stop the run when a metric stops improving: affects results.
 
@@ -35,13 +39,8 @@ class EarlyStopping:
     result: str = state("")
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
-        """Refuse a metric that the run does not have, or that differs between ranks."""
-        if self._of_evaluations and recipe.eval is None:
-            raise RecipeError(
-                f"metric: '{self.metric}' comes from evaluations, and there are none; add [eval], "
-                'or watch a metric of steps: metric = "loss"'
-            )
+    def check(self) -> None:
+        """Refuse a metric that differs between ranks."""
         if self.metric in SPEED:
             raise RecipeError(
                 f"metric: '{self.metric}' differs from rank to rank and from run to run; watch a "
@@ -55,8 +54,11 @@ class EarlyStopping:
 
     @hookimpl
     def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Compare the metric with its best value."""
-        if self._of_evaluations != ("eval_loss" in metrics):
+        """Compare the metric with its best value.
+
+        The model before step 1 does not count: it has no checkpoint that could be the best.
+        """
+        if step == 0 or self._of_evaluations != ("eval_loss" in metrics):
             return
         if self.metric not in metrics:
             raise PluginError(

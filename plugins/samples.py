@@ -54,15 +54,12 @@ class Samples:
             raise RecipeError("prompts: an empty prompt has no answer; remove it")
 
     @hookimpl
-    def logged(self, run: Run) -> None:
-        """Answer the prompts every so many steps, once the time of the step is known."""
-        if self.every and (run.step % self.every == 0 or run.step == run.steps):
-            self._answer(run)
-
-    @hookimpl
-    def evaluated(self, run: Run) -> None:
-        """Answer the prompts after an evaluation."""
-        if self.evaluations:
+    def logged(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Answer the prompts after evaluations, and every so many steps once these are timed."""
+        is_due = self.every and (run.step % self.every == 0 or run.step == run.steps)
+        if "eval_loss" in metrics:
+            is_due = self.evaluations
+        if is_due:
             self._answer(run)
 
     @hookimpl

@@ -18,16 +18,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import pluggy
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-
-from .base.errors import PluginError, choices
-from .recipe.capabilities import ensure_complete
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,6 +94,8 @@ class Contract:
     provides: dict[str, str | None]
     affects_results: Sequence[str]
     affects_tokens: Sequence[str] | None
+    metrics: Sequence[str] | Callable[[Any, Recipe], Sequence[str]]
+    watches: Sequence[str]
 
 
 T = TypeVar("T")
@@ -114,6 +112,8 @@ def plugin(
     provides: dict[str, str | None] | None = None,
     affects_results: Sequence[str] = (),
     affects_tokens: Sequence[str] | None = None,
+    metrics: Sequence[str] | Callable[[Any, Recipe], Sequence[str]] = (),
+    watches: Sequence[str] = (),
 ) -> Callable[[type[T]], type[T]]:
     """Turn a class into a plugin: fields are options, methods marked @hookimpl are hooks.
 
@@ -124,13 +124,10 @@ def plugin(
     option that tunes it, or None. `affects_results`: options that affect results; a resume with
     another value of these is refused, and with "enabled" among them one without the plugin, or with
     it only now. `affects_tokens`: options that affect tokens; default: all options of a plugin with
-    `render` or `encode`. Declare state with `state(default)`.
+    `render` or `encode`. `metrics`: the names that `add_metrics` gives, or a function of the plugin
+    and the recipe that returns them. `watches`: options that name a metric, of steps or eval_...; a
+    name that the run will not have is refused. Declare state with `state(default)`.
     """
-    for argument, names in (("after", after), ("before", before), ("requires", requires)):
-        if isinstance(names, str):
-            raise PluginError(f'@plugin({argument}="{names}"): write a list: ["{names}"]')
-    if EVERY in (*before, *requires, *(conflicts or ())):
-        raise PluginError(f'@plugin(...): "{EVERY}" is for `after` only')
     contract = Contract(
         after,
         before,
@@ -140,6 +137,8 @@ def plugin(
         provides or {},
         affects_results,
         affects_tokens,
+        metrics,
+        watches,
     )
     config = ConfigDict(
         extra="forbid",
@@ -150,44 +149,11 @@ def plugin(
     )
 
     def declare(cls: type[T]) -> type[T]:
-        try:
-            plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
-        except ValueError as error:
-            # dataclasses refuse a default that is a list, a table or a set.
-            message = re.match(r"mutable default <class '(\w+)'> for field (\w+)", str(error))
-            if message is None:
-                raise
-            raise PluginError(
-                f"class {cls.__name__}: {message[2]}: write field(default_factory={message[1]}), "
-                "from dataclasses"
-            ) from error
-        _ensure_names_exist(contract, plugin_class)
+        plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
         setattr(plugin_class, PLUGIN, contract)
         return plugin_class  # type: ignore[no-any-return]
 
     return declare
-
-
-def _ensure_names_exist(contract: Contract, cls: Any) -> None:
-    """Refuse names in the contract that are no options of the plugin, or no capabilities."""
-    where = f"class {cls.__name__}: @plugin("
-    try:
-        ensure_complete(contract.provides)
-    except PluginError as error:
-        raise PluginError(f"{where}provides=...): {error}") from error
-    options = ["enabled", *(field.name for field in dataclasses.fields(cls) if field.init)]
-    named = {
-        "affects_results": contract.affects_results,
-        "affects_tokens": contract.affects_tokens or (),
-        "provides": [option for option in contract.provides.values() if option is not None],
-    }
-    for argument, names in named.items():
-        for name in names:
-            if name not in options:
-                raise PluginError(
-                    f"{where}{argument}=...) names '{name}', which is no "
-                    f"option{choices(name, options, 'options:')}"
-                )
 
 
 def state(default: Any = None) -> Any:
@@ -325,16 +291,17 @@ class Hooks(Protocol):
         """Turn the examples of a micro-batch into tensors; none give a batch without targets.
 
         Perhaps called ahead of its step, in another thread: draw no random numbers. The targets of
-        a batch are in the order of `examples`.
+        a batch are those of `examples`, in their order, each at its own token; others are refused.
         """
 
     @stage
     def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
         """Return a micro-batch's loss: the sum over its targets, divided by `denominator`.
 
-        Called for each micro-batch, in evaluations too. `token_nll` calls the next stage. If an
-        example has a weight other than 1, `batch["_target_weights"]` has the weight of each target;
-        `denominator` counts a target as often as its weight says.
+        Called for each micro-batch, in evaluations too, where `denominator` is that of all rows.
+        `token_nll` calls the next stage. If an example has a weight other than 1,
+        `batch["_target_weights"]` has the weight of each target; `denominator` counts a target as
+        often as its weight says.
         """
 
     @stage
@@ -355,13 +322,15 @@ class Hooks(Protocol):
         """
 
     @notice
-    def add_metrics(self) -> dict[str, Tensor | float]:
+    def add_metrics(self, run: Run) -> dict[str, Any]:
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
-        Called after each step and evaluation. A sum is a number, or a tensor of one number, which
-        need not wait for the device. The core sums them over ranks, divides by the step's
-        `denominator`, and logs them; metrics of an evaluation as `eval_NAME`. A name that another
-        metric has is refused.
+        Called after the backward passes of each step and, with `run.model.module.training` False,
+        at the end of each evaluation; all ranks take part there, so it may generate. A sum is a
+        number, or a tensor of one number, which need not wait for the device. The core adds up all
+        ranks and divides by the `denominator` that `step` got; of a pair (sum, count) by the count.
+        It logs the results, those of an evaluation as `eval_NAME`, and `checkpoint.keep_best` may
+        name them. The names are declared in @plugin(metrics=[...]); others are refused.
         """
 
     @notice
@@ -378,7 +347,7 @@ class Hooks(Protocol):
 
     @notice
     def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Receive the metrics of a step, or of an evaluation after it, on every rank.
+        """Receive the metrics of a step, or of an evaluation ("eval_loss"), on every rank.
 
         Speed and memory differ between ranks; all other metrics are the same. The work does not
         count as step time. A step's numbers are read while the next step runs, so that a GPU never
@@ -388,13 +357,6 @@ class Hooks(Protocol):
         torch's fused ones; and if a plugin provides "early_stop". Else `run.stop` ends the run one
         step later. A step whose loss or gradient norm is not finite is not logged: it changes no
         weight, the run fails, and `finished` gets "failed".
-        """
-
-    @notice
-    def evaluated(self, run: Run, metrics: dict[str, Any]) -> None:
-        """Receive the metrics of an evaluation, the same on every rank.
-
-        `run.stop(reason)` ends the run in good order.
         """
 
     @notice

@@ -12,10 +12,11 @@ from torch import Tensor
 from .base.console import progress
 from .base.errors import PluginError
 from .base.types import Batch
+from .hooks import with_plugins
 from .ranks.connect import disconnect, gradient_sync, seed_step
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
-from .ranks.step_numbers import MOST_METRICS, Numbers
+from .ranks.step_numbers import Numbers, means_of
 from .ranks.trained_model import evaluating, work_with_weights
 from .run import Run, describe_error
 
@@ -101,20 +102,22 @@ def compute_loss(run: Run, micro_batch: Batch, denominator: float) -> Tensor:
     loss = hooks.step(
         model=run.module, batch=micro_batch, denominator=denominator, token_nll=hooks.token_nll
     )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    makers = f"{with_plugins(hooks.step)}, with {with_plugins(hooks.token_nll)},"
+    if loss.numel() != 1:
         raise PluginError(
-            "'step' gave no tensor of one number; it must give the micro-batch's loss"
+            f"{makers} gave no tensor of one number; it must give the micro-batch's loss"
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise PluginError(f"{makers} gave a loss that depends on no trained weight; detach nothing")
     return loss
 
 
 def all_reduce(run: Run, losses: list[Tensor], batch: GlobalBatch | None = None) -> Numbers:
     """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
-    metrics = dict(sorted(run.active.metrics().items()))
-    if len(metrics) > MOST_METRICS:
-        raise PluginError(f"'add_metrics' gave more than {MOST_METRICS} metrics in all")
+    given = run.active.metrics(run)
+    metrics = {name: given[name] for name in sorted(given, key=str)}
     counts, facts = (batch.counts(), batch.compared()) if batch else ({}, {})
-    facts["the names that 'add_metrics' gave"] = ", ".join(metrics) or "none"
+    facts["the names that 'add_metrics' gave"] = ", ".join(map(str, metrics)) or "none"
     return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
 
 
@@ -162,12 +165,12 @@ def evaluate(run: Run) -> None:
     if metrics:
         run.notify("logged", step=run.step, metrics=metrics)
         run.checkpoints.compare(run.step, metrics)
-        run.notify("evaluated", metrics=metrics)
 
 
 def evaluation_losses(run: Run) -> list[Tensor]:
-    """Return this rank's losses of the evaluation data, summed over targets."""
+    """Return this rank's losses of the evaluation data, as shares of the mean over its targets."""
     losses: list[Tensor] = []
+    denominator = run.evaluation_tokens.divisor()
     with (
         closing(run.evaluation_batches()) as global_batches,
         progress("evaluation", len(run.evaluation_tokens), "examples") as advance,
@@ -180,22 +183,20 @@ def evaluation_losses(run: Run) -> list[Tensor]:
                         pass  # the ranks stop before the same one
                     if run.stopping.agreed_signal:
                         return losses
-                    batch_losses.append(compute_loss(run, micro_batch, denominator=1))
+                    batch_losses.append(compute_loss(run, micro_batch, denominator))
             losses += batch_losses
             advance(batch.plan.examples, f"after step {run.step}")
     return losses
 
 
 def evaluation_metrics(run: Run, losses: list[Tensor]) -> dict[str, Any]:
-    """Sum losses and metrics over all ranks; return their means over the targets.
-
-    The losses are sums here: no step's denominator has divided them.
-    """
+    """Sum losses and metrics over all ranks; return their means over the targets."""
     tokens = run.evaluation_tokens
-    sums = all_reduce(run, losses)
-    sums.send()
-    denominator = tokens.divisor()
+    numbers = all_reduce(run, losses)
+    numbers.send()
+    sums = numbers.read()
+    means = {"loss": sums.pop("loss"), **means_of(sums, tokens.divisor())}
     return {
-        **{f"eval_{name}": value / denominator for name, value in sums.read().items()},
+        **{f"eval_{name}": value for name, value in means.items()},
         "eval_tokens": int(tokens.targets[tokens.weighted(np.arange(len(tokens)))].sum()),
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base.errors import TrainError
 from .output.record import memory_gib
-from .ranks.step_numbers import Numbers, can_skip_steps
+from .ranks.step_numbers import Numbers, can_skip_steps, means_of
 
 if TYPE_CHECKING:
     from .ranks.load_batches import GlobalBatch
@@ -84,7 +84,7 @@ class StepLog:
             **core,
             **scale,
             **of_host,
-            **{name: value / plan.denominator for name, value in sums.items()},  # of plugins
+            **means_of(sums, plan.denominator),  # of plugins
             "epoch": round(plan.step / run.plan.per_epoch, 4),
             "trained_tokens": plan.targets,
             "tokens": plan.tokens,

@@ -267,7 +267,7 @@ def test_what_forgets_its_state_on_a_rank_only_does_not_resume(install):
 METRIC = """
 import torch
 
-@plugin()
+@plugin(metrics=['share'])
 class Bad:
     @hookimpl
     def add_metrics(self):

@@ -111,6 +111,8 @@ REFUSED = [
     (["data.source={place}/nowhere.jsonl"], "no such file"),
     (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
     (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
+    (["checkpoint.keep_best=eval_los"], "did you mean 'eval_loss'?"),
+    (["plugins.early_stopping.metric=los"], "steps have no metric 'los'; did you mean 'loss'?"),
 ]
 REFUSED_LATER = [
     (["data.max_length=257"], "the model's context is 256 tokens"),

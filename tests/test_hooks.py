@@ -77,8 +77,9 @@ HEARS = """
             self.write("stepped", run.step, run.epoch)
 
         @hookimpl
-        def evaluated(self, run, metrics) -> None:
-            self.write("evaluated", run.step, sorted(metrics))
+        def logged(self, run, metrics) -> None:
+            if "eval_loss" in metrics:
+                self.write("logged", run.step, sorted(metrics))
 
         @hookimpl
         def saved(self, run, folder, kind, step) -> None:
@@ -111,7 +112,7 @@ def test_a_plugin_gets_every_notice_of_a_run(tiny, tmp_path, monkeypatch):
         ["ready", 0, 2, None],
         ["stepped", 1, 1 / per_epoch],
         ["stepped", 2, 2 / per_epoch],
-        ["evaluated", 2, ["eval_loss", "eval_tokens"]],
+        ["logged", 2, ["eval_loss", "eval_tokens"]],
         ["saved", "checkpoint", "step-000002", True, 2],
         ["saved", "model", "model", True, 2],
         ["finished", "completed", 2, run["final"]],

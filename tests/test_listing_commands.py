@@ -141,7 +141,7 @@ def test_the_core_answers_every_stage_and_the_listed_notices(tiny):
     recipe, active = load(tiny())
     core = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
     active.attach(*core, Record(recipe, look(), active))
-    answered = [hook for hook, _, answers, _ in active.describe() if answers]
+    answered = [hook for hook, _, answers, _ in overview.describe_hooks(active) if answers]
     assert answered == [hook for hook in SPECS if is_stage(hook) or hook in overview.CORE_NOTICES]
 
 

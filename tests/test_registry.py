@@ -23,10 +23,11 @@ from plugin_packages import LOUD, activate, install, tables_with
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
-from plugsft.commands.overview import summary_of
+from plugsft.commands.overview import describe_hooks, summary_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.registry.active import Active, check
+from plugsft.registry.contracts import guarded
 from plugsft.registry.create import order
 from plugsft.registry.discover import find
 from plugsft.registry.load import load, resolve
@@ -199,7 +200,7 @@ def test_an_option_with_a_list_as_its_default_is_refused(company):
     lists, tables = body.format("list[str]", "[]"), body.format("dict[str, int]", "{'a': 1}")
     lines = refused(company(one=lists, two=tables))
     for name, kind, line in zip(("one", "two"), ("list", "dict"), lines, strict=True):
-        assert f"plugins.{name}: class One: names: write field(default_factory={kind})" in line
+        assert f"plugins.{name}: names: write field(default_factory={kind})" in line
 
 
 def dedent_in(body):
@@ -285,7 +286,7 @@ def test_order_comes_from_after_and_names_never_from_the_recipe(company):
     for shuffle in itertools.islice(itertools.permutations(names), 0, 720, 45):
         tables["plugins"] = {name: {} for name in shuffle}
         active = resolve(tables)[1].attach(DataDefaults(None))
-        wraps = {hook: wraps for hook, _, _, wraps in active.describe()}
+        wraps = {hook: wraps for hook, _, _, wraps in describe_hooks(active)}
         assert list(active.plugins) == wraps["load_batches"]
         seen.add(tuple(active.plugins))
     (only,) = seen
@@ -320,9 +321,40 @@ class Wraps:
     key = {"seen": []}
     assert active.hooks.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
-    described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
-    assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
-    assert described["logged"] == (False, [], [])
+    described = {hook: rest for hook, *rest in describe_hooks(active)}
+    assert described["cache"] == [True, ["answer", "core"], ["inner", "a_outer"]]
+    assert described["logged"] == [False, [], []]
+
+
+CHECKED = ("tokenize", "render", "encode", "optimize_model", "optimizer", "schedule", "add_columns")
+CHECKED += ("plan_batches", "load_batches", "collate", "step", "token_nll")
+
+
+@pytest.mark.parametrize("hook", [*CHECKED, "add_metrics", "state_dict", "summary"])
+def test_a_result_of_another_type_is_refused_with_its_plugin(hook):
+    class Wrong:
+        pass
+
+    def answer(self):
+        return object()
+
+    def wrap(self):
+        yield
+        return object()
+
+    setattr(Wrong, hook, hookimpl(answer))
+    with pytest.raises(PluginError) as caught:
+        getattr(guarded(Wrong(), "wrong"), hook)()
+    says = f"'{hook}' gave a value of type object; it must give "
+    assert f"plugin 'wrong': its answer to {says}" in str(caught.value)
+    if hook not in CHECKED:
+        return
+    setattr(Wrong, hook, hookimpl(wrapper=True)(wrap))
+    wrapper = getattr(guarded(Wrong(), "wrong"), hook)()
+    next(wrapper)
+    with pytest.raises(PluginError) as caught:
+        wrapper.send(5)
+    assert f"plugin 'wrong': its wrapper of {says}" in str(caught.value)
 
 
 NO_WORK = SimpleNamespace(progress=lambda slices: nullcontext(print))
@@ -375,7 +407,7 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
         try:
             yield
         except ZeroDivisionError:
-            return "replaced"
+            return ["replaced"]
     """
 
     class Core:
@@ -384,7 +416,7 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
             return 1 / 0
 
     active = resolve(company(one=wrapping(body)))[1].attach(Core())
-    assert active.hooks.tokenize(slices=[], work=NO_WORK) == "replaced"
+    assert active.hooks.tokenize(slices=[], work=NO_WORK) == ["replaced"]
     active = resolve(company(two=wrapping("return (yield)")))[1].attach(Core())
     with pytest.raises(ZeroDivisionError):
         active.hooks.tokenize(slices=[], work=NO_WORK)
@@ -503,14 +535,13 @@ def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path)
 
 
 def test_hooks_are_stages_or_notices():
-    stages = {hook for hook, is_stage, _, _ in Active({}, {}).describe() if is_stage}
-    assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {
+    stages = {hook for hook, is_stage, _, _ in describe_hooks(Active({}, {})) if is_stage}
+    assert {hook for hook, *_ in describe_hooks(Active({}, {}))} - stages == {
         "check",
         "add_metrics",
         "ready",
         "stepped",
         "logged",
-        "evaluated",
         "saved",
         "finished",
         "state_dict",

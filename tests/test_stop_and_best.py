@@ -137,7 +137,7 @@ def test_a_plugin_that_stops_inside_an_evaluation_ends_the_run_after_all_of_it(
 
 
 BEST = """
-    @plugin()
+    @plugin(metrics=["told"])
     class Told:
         values: list[float]
         calls: int = state(0)
@@ -163,8 +163,9 @@ BEST = """
             print(f"saved: {kind} of step {step}")
 
         @hookimpl
-        def evaluated(self, run):
-            print(f"evaluated after step {run.step}")
+        def logged(self, run, metrics):
+            if "eval_loss" in metrics:
+                print(f"evaluated after step {run.step}")
 """
 
 
@@ -189,7 +190,8 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     recipe = tiny(
         **EACH_STEP,
         checkpoint={"every": 1, "keep": 1, "keep_best": "eval_told", "best": "highest"},
-        plugins={"told": {"values": [9.0, 1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
+        # Of the two highest, the first one is kept.
+        plugins={"told": {"values": [9.0, 1.0, 3.0, 2.0, 3.0, 0.0, 0.5]}},
     )
     run = tmp_path / "run"
     done = must_succeed(recipe, "eval.at_start=true")  # the untrained model is never the best
@@ -439,26 +441,49 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
     for other in ("eval.split=train[:3]", "checkpoint.keep_best=eval_loss"):
         done = must_succeed(recipe, "plugins.told.values=[1.0,2.0,3.0]", other, *second)
         assert "at step 3; model/ has its weights" in done.stdout
-    assert "step-000001, is missing, or was chosen by another metric" in done.stdout
+    assert "step-000001, is missing, or was chosen by another checkpoint.keep_best" in done.stdout
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000003")
+    # The lowest value so far, 1.0, is not the highest, though higher than that of step 3.
+    turned = ("plugins.told.values=[1.0,2.0,0.5]", "checkpoint.best=highest")
+    done = must_succeed(recipe, *turned, *second)
+    assert "at step 3; model/ has its weights" in done.stdout
     shutil.rmtree(tmp_path / "run/checkpoints/step-000003")
     words = ("plugins.told.values=[1.0,2.0,3.0]", "--resume")
-    other = run_plugsft(recipe, *words, "checkpoint.best=highest")
-    assert "checkpoint.best was 'lowest' and is 'highest'" in other.stderr
     shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
     done = must_succeed(recipe, *words)
     assert "warning: the best checkpoint so far," in done.stdout
-    assert "or other rows of [eval]; model/ will be the best of the steps" in done.stdout
+    assert "step-000001, is missing, or was chosen by another " in done.stdout
     assert "at step 3; model/ has its weights" in done.stdout
 
 
-def test_a_metric_that_evaluations_lack_is_named(tiny):
+def test_a_metric_that_evaluations_lack_is_named_before_anything_is_written(tiny, tmp_path):
     held_out = {"every": 2, "split": "train[:8]"}
     recipe = tiny(train=TRAIN, eval=held_out, checkpoint={"keep_best": "eval_los"})
+    says = "evaluations have no metric 'eval_los'; did you mean 'eval_loss'?"
+    for command in ("train", "check"):
+        result = run_plugsft(command, recipe)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        assert says in result.stderr
+    assert not (tmp_path / "run").exists()
+    result = run_plugsft(tiny(checkpoint={"keep_best": "eval_loss"}))
+    assert result.returncode == 2 and "add [eval]" in result.stderr
+
+
+def test_a_declared_metric_that_an_evaluation_does_not_give_is_named(tiny, tmp_path, monkeypatch):
+    silent = BEST.replace("self.calls += 1", "return {}")
+    activate(install(tmp_path / "site", told=silent), monkeypatch)
+    recipe = tiny(
+        train=TRAIN,
+        eval={"split": "train[:4]", "every": 1},
+        checkpoint={"keep_best": "eval_told"},
+        plugins={"told": {"values": []}},
+    )
     result = run_plugsft(recipe)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "evaluations have no metric 'eval_los'; did you mean 'eval_loss'?" in result.stderr
-    result = run_plugsft(tiny(checkpoint={"keep_best": "eval_loss"}), "--overwrite")
-    assert result.returncode == 2 and "add [eval]" in result.stderr
+    assert (
+        "checkpoint.keep_best: this evaluation has no metric 'eval_told', though a plugin declares "
+        "it; it has: eval_loss, eval_tokens"
+    ) in result.stderr
 
 
 LOSES = """

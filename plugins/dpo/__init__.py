@@ -22,7 +22,7 @@ from plugsft import (
     state,
 )
 
-from .losses import LOSSES, LossName, describe, ensure_options_work, options_of
+from .losses import LOSSES, LossName, describe, ensure_options_work, metrics_of, options_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     },
     affects_results=["loss", "beta", "gamma", "alpha", "label_smoothing", "nll", "reference"],
     affects_tokens=[],
+    metrics=metrics_of,
 )
 class Dpo(AnswerLoss):
     """Learn which of two answers is preferred (DPO, SimPO, ORPO, ...): affects results.

@@ -115,6 +115,14 @@ def options_of(plugin: Dpo) -> Options:
     return Options(**values)
 
 
+def metrics_of(plugin: Dpo, recipe: Recipe) -> list[str]:
+    """Name the metrics of the plugin's loss."""
+    names = ["accuracy", "margin"]
+    for side in ("chosen", "rejected"):
+        names += [f"reward_{side}", f"logp_{side}"]
+    return [*names, "nll"] if options_of(plugin).nll else names
+
+
 def describe(plugin: Dpo) -> str:
     """Name the loss, and its options that have an effect."""
     options = options_of(plugin)

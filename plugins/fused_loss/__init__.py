@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from .loss import HeadLoss
 
 
-@plugin(provides={"fused_head": "chunk"})
+def metrics_of(plugin: FusedLoss, recipe: Recipe) -> list[str]:
+    """Name the metric that is counted by our kernel, in losses of all targets."""
+    scored = recipe.provides("preference_pairs") or recipe.provides("labelled_answers")
+    counts = plugin.kernel in ("auto", "torch") and not scored
+    return ["mean_token_accuracy"] if counts else []
+
+
+@plugin(provides={"fused_head": "chunk"}, metrics=metrics_of)
 class FusedLoss:
     """Compute the loss from hidden states in chunks, without a micro-batch's whole logits.
 

@@ -31,11 +31,20 @@ if TYPE_CHECKING:
 Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
+def metrics_of(plugin: Kto, recipe: Recipe) -> list[str]:
+    """Name the metrics of the plugin's loss, where there are answers of both labels."""
+    names = ["margin"]
+    for label in ("desirable", "undesirable"):
+        names += [f"reward_{label}", f"logp_{label}"]
+    return [*names, "kl"] if plugin.loss == "kto" else names
+
+
 @plugin(
     conflicts={"dpo_reference": "KTO scores other texts in each epoch, so none can be stored"},
     provides={"labelled_answers": None, "reference_model": "reference", "weighted_examples": None},
     affects_results=["loss", "beta", "desirable_weight", "undesirable_weight", "reference"],
     affects_tokens=[],
+    metrics=metrics_of,
 )
 class Kto(AnswerLoss):
     """Learn from answers that are labelled desirable or undesirable (KTO): affects results.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     provides={"preference_pairs": None, "reward_model": None, "weighted_examples": None},
     affects_results=["center"],
     affects_tokens=[],
+    metrics=["accuracy", "margin", "mean_reward"],
 )
 class Reward(AnswerLoss):
     """Train a reward model, which scores answers (Bradley-Terry): affects results.

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from plugsft.data_kit import Tokens
 
 
-@plugin(after=["lora"], affects_results=["enabled", "weight"])
+@plugin(
+    after=["lora"],
+    affects_results=["enabled", "weight"],
+    metrics=["router_loss", "busiest_expert"],
+)
 class RouterLoss:
     """Add a loss that trains routers to use all experts evenly: affects results.
 

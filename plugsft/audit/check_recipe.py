@@ -35,7 +35,7 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
-from ..start.before_run import ensure_schedule
+from ..start.before_run import ensure_metrics_exist, ensure_schedule
 from ..start.launch_file import default_launch_file, ensure_launch_file
 from ..start.train import warnings_of
 from .rows import audit
@@ -105,6 +105,8 @@ def _check(
     with findings.about("plugins"):
         registry.check(active, recipe, machine)
         findings.ok("plugins", ", ".join(active.plugins) or "none")
+    with findings.about("metrics"):
+        ensure_metrics_exist(recipe, active)
     wrong = wrong_inputs(recipe, path)
     with findings.about("paths"):
         if wrong:

@@ -34,6 +34,7 @@ MAY_DIFFER = (
     "train.log_every",
     "checkpoint.every",
     "checkpoint.keep",  # and keep_best
+    "checkpoint.best",
     "eval.",
     "plugins",
 )

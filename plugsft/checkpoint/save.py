@@ -28,7 +28,7 @@ from ..base.atomic import (
     writing,
 )
 from ..base.console import say
-from ..base.errors import CheckpointError, DiskError, PluginError, RecipeError, choices, reason_of
+from ..base.errors import CheckpointError, DiskError, PluginError, reason_of
 from ..hooks import with_plugins
 from ..ranks.agree import agreed, all_done, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
@@ -64,6 +64,8 @@ class Best(NamedTuple):
     metric: str = ""
     rows: str = ""
     """The checksum of the rows that were evaluated."""
+    wanted: str = "lowest"
+    """Whether the lowest value is the best, or the highest."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,16 @@ class Checkpoints:
         if metric is None:
             return
         if metric not in metrics:
-            raise RecipeError(
-                f"checkpoint.keep_best: evaluations have no metric '{metric}'"
-                f"{choices(metric, metrics, 'they have:')}"
+            # `ensure_metrics_exist` has found it among the names that plugins declare.
+            raise PluginError(
+                f"checkpoint.keep_best: this evaluation has no metric '{metric}', though a plugin "
+                f"declares it; it has: {', '.join(metrics)}"
             )
-        new = Best(step, float(metrics[metric]), metric, self._contents.evaluation)
+        rows = self._contents.evaluation
+        new = Best(step, float(metrics[metric]), metric, rows, checkpoint.best)
         if step == 0 or not math.isfinite(new.value):
             return  # the model before step 1 has no checkpoint
+        # Of equal values, the first one: so the best checkpoint is written once.
         choose = min if checkpoint.best == "lowest" else max
         self.best = choose(best or new, new, key=lambda one: one.value)
 
@@ -282,17 +287,18 @@ class Checkpoints:
 
     def _remaining_best(self, best: Any) -> Best | None:
         """The best evaluation that a checkpoint knows, if the checkpoint of the best is there."""
-        metric = self._recipe.checkpoint.keep_best
-        if metric is None or best is None:
+        checkpoint = self._recipe.checkpoint
+        if checkpoint.keep_best is None or best is None:
             return None
         known = Best(*best)
         folder = step_folder(self.folder, known.step)
-        alike = (known.metric, known.rows) == (metric, self._contents.evaluation)
-        if alike and is_published(folder):
+        chosen_by = (checkpoint.keep_best, self._contents.evaluation, checkpoint.best)
+        if known[2:] == chosen_by and is_published(folder):
             return known
         say(
             f"warning: the best checkpoint so far, {folder}, is missing, or was chosen by another "
-            "metric or other rows of [eval]; model/ will be the best of the steps from here"
+            "checkpoint.keep_best or best, or other rows of [eval]; model/ will be the best of the "
+            "steps from here"
         )
         return None
 

@@ -3,7 +3,7 @@
 import ast
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from textwrap import fill
@@ -19,6 +19,7 @@ from ..base.for_commands import print_table
 from ..hooks import CORE
 from ..recipe.parse import fields, resolved
 from ..recipe.tables import Recipe
+from ..registry.active import Active
 from ..registry.contracts import SPECS, contract_of, hook_mark, is_stage
 from ..registry.discover import BUNDLED, FoundPlugin, find, load_class
 from ..registry.load import load
@@ -94,12 +95,14 @@ def claims_of(cls: type[Any]) -> dict[str, str]:
     """What a plugin declares in @plugin(...), and the stages that it answers or wraps."""
     contract = contract_of(cls)
     marks = {hook: mark for hook in SPECS if (mark := hook_mark(cls, hook)) and is_stage(hook)}
+    metrics = "by its options" if callable(contract.metrics) else ", ".join(contract.metrics)
     claims = {
         "needs": ", ".join(f"pip install 'plugsft[{extra}]'" for extra in contract.needs.values()),
         "requires": ", ".join(contract.requires),
         "refuses": "; ".join(f"{other}: {why}" for other, why in contract.conflicts.items()),
         "answers": ", ".join(hook for hook, mark in marks.items() if not mark["wrapper"]),
         "wraps": ", ".join(hook for hook, mark in marks.items() if mark["wrapper"]),
+        "metrics": metrics,
         "affects results": ", ".join(contract.affects_results) or "none of its options",
     }
     return {word: text for word, text in claims.items() if text}
@@ -139,12 +142,20 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     _, active = load(path, overrides, without)
     active.attach()
     hooks = []
-    for hook, stage, answers, wrappers in active.describe():
+    for hook, stage, answers, wrappers in describe_hooks(active):
         names = [*answers, CORE] if stage or hook in CORE_NOTICES else answers
         text = (", else " if stage else ", ").join(names) or "nobody"
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
         hooks.append((hook, "stage" if stage else "notice", text + wrapped))
     print_table(hooks)
+
+
+def describe_hooks(active: Active) -> Iterator[tuple[str, bool, list[str], list[str]]]:
+    """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
+    for hook in SPECS:
+        answers = active.answering(hook)
+        wrappers = [name for name in active.having(hook) if name not in answers]
+        yield hook, is_stage(hook), answers, wrappers
 
 
 def schema_text() -> str:

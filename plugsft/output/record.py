@@ -31,8 +31,8 @@ AVERAGED = (
     "imbalance",
 )
 """Metrics of each step that the record averages."""
-SHOWN = ("accuracy", "margin")
-"""Plugins' metrics that the console shows after the loss."""
+SHOWN = 2
+"""Most metrics of a plugin that the console shows: the first that it declares."""
 PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -107,7 +107,7 @@ class Record:
             if self._evaluated - {line["eval_tokens"]}:
                 say("warning: [eval] has other rows than before this resume: losses differ by them")
                 self._evaluated.clear()
-            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_show(metrics, 'eval_')}")
+            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{self._show(metrics, 'eval_')}")
             return
         self.run["steps"]["done"] = step
         final["loss"] = line["loss"]
@@ -116,7 +116,7 @@ class Record:
         if step % self._recipe.train.log_every == 0 or step in (1, total):
             say(
                 f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}"
-                f"{_show(metrics)}  "
+                f"{self._show(metrics)}  "
                 f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
                 f"left {timedelta(seconds=round((total - step) * self.step_seconds()))}"
@@ -175,6 +175,15 @@ class Record:
             for name, plugin in self._active.plugins.items()
         ]
 
+    def _show(self, metrics: dict[str, Any], prefix: str = "") -> str:
+        """Format the plugins' metrics that the console shows."""
+        text = ""
+        for names in self._active.declared_metrics.values():
+            for name in names[:SHOWN]:
+                if prefix + name in metrics:
+                    text += f"  {name} {metrics[prefix + name]:.3f}"
+        return text
+
     def step_seconds(self) -> float:
         """Return the mean time of the last 50 steps; 0 before the first one since the start."""
         own = [seconds for seconds, *_ in self._rows[self._earlier :]]
@@ -222,12 +231,6 @@ def _means(measured: list[list[float]]) -> dict[str, dict[str, float]]:
         table: {name: round(float(value), 4) for name, value in means.items()}
         for table, means in (("throughput", throughput), ("batches", batches))
     }
-
-
-def _show(metrics: dict[str, Any], prefix: str = "") -> str:
-    """Format the plugins' metrics that the console shows."""
-    names = [name for name in SHOWN if prefix + name in metrics]
-    return "".join(f"  {name} {metrics[prefix + name]:.3f}" for name in names)
 
 
 def data_facts(tokens: Tokens) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..batches.labels import buffer
+from ..registry.contracts import MOST_METRICS, CountOf
 from .agree import ensure_alike
 
-MOST_METRICS = 240
-"""Most metrics of plugins in a step."""
-NUMBERS = MOST_METRICS + 16
-"""Numbers in the reduction of a step; the others are the core's."""
+NUMBERS = 2 * MOST_METRICS + 16
+"""Numbers in the reduction of a step: metrics of plugins with their counts, and the core's."""
 SAME_CALLS = "'order_examples', 'plan_batches' and 'add_metrics' give the same on all ranks"
 
 
@@ -29,17 +28,16 @@ class Numbers:
         self,
         accelerator: Accelerator,
         losses: list[Tensor],
-        others: Mapping[str, Any],
+        others: Mapping[Any, Any],
         facts: Mapping[str, str],
     ) -> None:
         """Begin the reduction; `facts` must be the same on all ranks."""
         self._accelerator, self._facts = accelerator, facts
         self._checksum = xxhash.xxh32_intdigest(repr(facts).encode()) % 2**24  # exact in float32
-        others = {"checksum": self._checksum, **others}
         loss = torch.stack(losses)
         # Counts need float64, which Apple's GPUs do not have.
         loss = loss.to(torch.float32 if loss.device.type == "mps" else torch.float64).sum()
-        values = [loss, *others.values()]
+        values = [loss, self._checksum, *others.values()]
         # Its size is the same on all ranks, even if their numbers are not.
         self._host = buffer((NUMBERS,), loss.dtype).zero_()
         plain = [0 if isinstance(value, Tensor) else value for value in values]
@@ -49,7 +47,7 @@ class Numbers:
             if isinstance(value, Tensor):
                 local[place].copy_(value.reshape(()), non_blocking=True)
         self._sums: Tensor = accelerator.reduce(local, reduction="sum")
-        self._names = ["loss", *others]
+        self._names: list[Any] = ["loss", None, *others]  # no metric has the checksum's name
         self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
@@ -76,7 +74,7 @@ class Numbers:
         zero = 0 * (loss + grad_norm)  # not a number, if one of them is not finite
         return zero.isnan().float()
 
-    def read(self, compare: bool = True) -> dict[str, float]:
+    def read(self, compare: bool = True) -> dict[Any, float]:
         """Wait for the copy; return the numbers by name.
 
         If the checksums differ, ranks compare their facts; without `compare`, they do not, since
@@ -85,10 +83,20 @@ class Numbers:
         if self._copied:
             self._copied.synchronize()
         numbers = dict(zip(self._names, self._host.tolist(), strict=False))
-        alike = numbers.pop("checksum") == self._checksum * self._accelerator.num_processes
+        alike = numbers.pop(None) == self._checksum * self._accelerator.num_processes
         if compare and not alike:
             ensure_alike(self._facts, SAME_CALLS)
         return numbers
+
+
+def means_of(sums: Mapping[Any, float], denominator: float) -> dict[str, float]:
+    """Divide the sums of plugins' metrics by their own counts, or by the denominator."""
+    means = {}
+    for name, total in sums.items():
+        if isinstance(name, str):
+            count = sums.get(CountOf(name), denominator)
+            means[name] = total / count if count else math.nan
+    return means
 
 
 def can_skip_steps(optimizer: Optimizer) -> bool:

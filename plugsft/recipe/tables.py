@@ -398,8 +398,8 @@ class Checkpoint(Table):
     """Number of latest checkpoints to keep. Each holds weights and optimizer states; `plugsft plan`
     prints its size."""
     keep_best: str | None = Field(None, examples=["eval_loss"])
-    """Metric of evaluations, such as "eval_loss". The checkpoint with the best value is kept as
-    well, and becomes the final model."""
+    """Metric of evaluations, such as "eval_loss". The checkpoint with the best value, the earliest
+    of equal ones, is kept as well, and becomes the final model."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of `keep_best` is the best."""
 
@@ -451,11 +451,6 @@ class Recipe(Table):
             raise ValueError(
                 'eval.source: no rows of its own; set source = "eval.jsonl", or hold rows out: '
                 'split = "train[95%:]" here, and split = "train[:95%]" in [data]'
-            )
-        if self.checkpoint.keep_best and not self.eval:
-            raise ValueError(
-                f"checkpoint.keep_best: '{self.checkpoint.keep_best}' comes from evaluations, and "
-                "there are none; add [eval]"
             )
         if self.data.tokens and self.model.scratch and not self.model.tokenizer:
             raise ValueError(

@@ -17,7 +17,13 @@ from ..base.machine import Machine, not_installed
 from ..hooks import CORE, Hooks
 from ..recipe.parse import fields
 from ..recipe.tables import Recipe
-from .contracts import SPECS, contract_of, ensure_metric, guarded, hook_mark, is_stage
+from .contracts import (
+    CountOf,
+    contract_of,
+    guarded,
+    hook_mark,
+    numbers_of,
+)
 from .discover import BUNDLED, FoundPlugin, find, load_class
 
 
@@ -27,6 +33,8 @@ class Active:
     def __init__(self, plugins: Mapping[str, Any], found: Mapping[str, FoundPlugin]) -> None:
         self.plugins = dict(plugins)
         self.found = found
+        self.declared_metrics: dict[str, list[str]] = {}
+        """Plugin -> the names of its metrics."""
         self._manager = pluggy.PluginManager("plugsft")
         self._manager.add_hookspecs(Hooks)
         if os.environ.get("PLUGSFT_TRACE") == "1":
@@ -59,14 +67,13 @@ class Active:
             except Exception as error:
                 yield impl.plugin_name, error
 
-    def metrics(self) -> dict[str, Any]:
-        """Return this rank's sums of the plugins' metrics, by name."""
-        sums: dict[str, Any] = {}
-        owners: dict[str, str] = {}
-        for name, measured in self._results("add_metrics").items():
+    def metrics(self, run: Any) -> dict[str | CountOf, Any]:
+        """Return this rank's sums of the plugins' metrics, and their counts, by name."""
+        sums: dict[str | CountOf, Any] = {}
+        for name, measured in self._results("add_metrics", run=run).items():
             for metric, value in (measured or {}).items():
-                ensure_metric(metric, value, name, owners.setdefault(metric, name))
-                sums[metric] = value
+                numbers = numbers_of(name, metric, value, self.declared_metrics[name])
+                sums.update(zip((metric, CountOf(metric)), numbers, strict=False))
         return sums
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
@@ -83,12 +90,6 @@ class Active:
                 say(f"warning: the checkpoint holds state of plugin '{name}', which is off")
         for name in impls.keys() - states.keys():
             say(f"warning: the checkpoint holds no state of plugin '{name}'; it starts without")
-
-    def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
-        """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
-        for hook in SPECS:
-            wrappers = [impl.plugin_name for impl in self._impls(hook) if impl.wrapper]
-            yield hook, is_stage(hook), self.answering(hook), wrappers
 
     def answering(self, hook: str) -> list[str]:
         """Name the core and the plugins that answer a hook, the first one first."""
@@ -145,10 +146,15 @@ class Active:
         names = [(path.name, file_digest(path)) for path in files]
         return digest({"origin": self.found[name].origin, "files": names})
 
-    def _results(self, hook: str, names: Container[str] | None = None) -> dict[str, Any]:
-        """Call a notice without arguments: plugin -> its result."""
+    def _results(
+        self, hook: str, names: Container[str] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Call a notice: plugin -> its result."""
         impls = [each for each in self._impls(hook) if names is None or each.plugin_name in names]
-        return {impl.plugin_name: impl.function() for impl in impls}
+        return {
+            impl.plugin_name: impl.function(*(arguments[name] for name in impl.argnames))
+            for impl in impls
+        }
 
     def _impls(self, hook: str) -> list[pluggy.HookImpl]:
         """List a hook's implementations as registered: the core, then plugins in their order."""

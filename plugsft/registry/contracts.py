@@ -1,42 +1,41 @@
-"""What pluggy does not check as it calls plugins: lost results, sources of errors, and metrics."""
+"""What pluggy does not check as it calls plugins: wrong results, sources of errors, and metrics."""
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..base.errors import PluginError, PlugsftError
+from ..base.errors import PluginError, PlugsftError, choices
 from ..hooks import PASSES, PLUGIN, Contract, Hooks, is_core
 from ..recipe.tables import short
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
+TYPES: dict[str, Any] = {
+    "Batch": dict,
+    "Callable": Callable,
+    "Layouts": Sequence,
+    "LoadedSteps": Iterable,
+}
+"""Results in the specifications that are no names of classes."""
+UNCHECKED = {"Any", "Ints", "None"}
+"""Results that whoever calls the hook looks at, and those of notices that return nothing."""
+MOST_METRICS = 240
+"""Most metrics of all plugins."""
 SOURCE = "plugsft_source"
 """Attribute of an error: the registration that it comes from."""
 
-METRICS = {
-    "step",
-    "epoch",
-    "loss",
-    "grad_norm",
-    "loss_scale",
-    "skipped_steps",
-    "learning_rate",
-    "trained_tokens",
-    "tokens",
-    "computed_tokens",
-    "tokens_per_second",
-    "step_seconds",
-    "data_wait_seconds",
-    "padding",
-    "examples_per_micro_batch",
-    "imbalance",
-    "memory_gib",
-    "stop",
-}
-"""The core's metrics, and the counts that are all-reduced with them."""
+
+class CountOf(NamedTuple):
+    """In sums over ranks: the name of the count that a plugin's metric is divided by."""
+
+    metric: str
+
+    def __str__(self) -> str:
+        return f"the count of {self.metric}"
 
 
 def contract_of(plugin: Any) -> Contract:
@@ -77,6 +76,8 @@ def _guard_answer(answer: Callable[..., Any], name: str, hook: str) -> Callable[
             raise
         if result is None and needs_result:
             raise PluginError(f"plugin '{name}': its answer to '{hook}' is None; return the result")
+        if not is_core(name):
+            _ensure_type(result, hook, f"plugin '{name}': its answer to '{hook}'")
         return result
 
     return checked
@@ -106,6 +107,7 @@ def _guard_wrapper(wrapper: Callable[..., Any], name: str, hook: str) -> Callabl
                 raise PluginError(
                     f"{where} returned nothing; end it with: return what the yield gave"
                 ) from None
+            _ensure_type(end.value, hook, where)
             return end.value
         except (Exception, SystemExit) as error:
             _name_source(error, name, hook)
@@ -113,6 +115,20 @@ def _guard_wrapper(wrapper: Callable[..., Any], name: str, hook: str) -> Callabl
         raise PluginError(f"{where} yields twice")
 
     return checked
+
+
+def _ensure_type(result: Any, hook: str, where: str) -> None:
+    """Refuse a result whose type is not that of the specification.
+
+    Classes are compared by their names, so that none of torch need be imported.
+    """
+    wanted = str(SPECS[hook].__annotations__["return"])
+    if result is None or wanted in UNCHECKED:
+        return
+    kinds = re.sub(r"\[.*\]", "", wanted).split(" | ")
+    names = [base.__name__ for base in type(result).__mro__]
+    if not any(isinstance(result, TYPES.get(kind, ())) or kind in names for kind in kinds):
+        raise PluginError(f"{where} gave a value of type {names[0]}; it must give {wanted}")
 
 
 def _name_source(error: BaseException, name: str, hook: str) -> None:
@@ -132,22 +148,20 @@ def _name_source(error: BaseException, name: str, hook: str) -> None:
         error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
 
 
-def ensure_metric(metric: str, value: Any, plugin: str, owner: str) -> None:
-    """Refuse a plugin's metric that is no number, or whose name another one has."""
-    # A tensor, without an import of torch.
-    numbers = value.numel() if hasattr(value, "numel") else None
-    if numbers != 1 and not isinstance(value, Real):
-        what = short(value) if numbers is None else f"a tensor of {numbers} numbers"
-        problem = f"is {what}; return the sum of this rank, as a number or a tensor of one number"
-    elif metric in METRICS:
-        problem = "has the name of a metric of plugsft; rename it"
-    elif metric.startswith("eval_"):
-        problem = "begins with 'eval_', which plugsft adds to metrics of an evaluation; rename it"
-    elif owner != plugin:
-        problem = (
-            f"has the name of a metric of plugin '{owner}'; rename it, or switch one of them off "
-            "with --without"
-        )
-    else:
-        return
-    raise PluginError(f"plugin '{plugin}': its metric '{metric}' {problem}")
+def numbers_of(plugin: str, metric: str, value: Any, declared: Sequence[str]) -> tuple[Any, ...]:
+    """Return a metric's sum on this rank and, if given, its count; refuse what is neither."""
+    where = f"plugin '{plugin}': its metric '{metric}'"
+    if metric not in declared:
+        hint = choices(metric, declared, "declared are:")
+        raise PluginError(f"{where} is not declared: name it in @plugin(metrics=[...]){hint}")
+    numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    for number in numbers:
+        # A tensor, without an import of torch.
+        size = number.numel() if hasattr(number, "numel") else None
+        if size != 1 and not isinstance(number, Real):
+            what = short(value) if size is None else f"a tensor of {size} numbers"
+            raise PluginError(
+                f"{where} is {what}; return the sum of this rank, as a number or a tensor of one "
+                "number, or a pair of the sum and the count that divides it"
+            )
+    return numbers

@@ -1,14 +1,17 @@
 """Create plugins from their tables in a recipe, and put them in order."""
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..base.errors import PluginError, RecipeError, did_you_mean
+from ..base.errors import PluginError, RecipeError, choices, did_you_mean
 from ..hooks import EVERY
+from ..recipe.capabilities import ensure_complete
 from ..recipe.explain import explain
 from ..recipe.tables import short
 from .contracts import SPECS, contract_of, hook_mark, is_stage
@@ -16,6 +19,11 @@ from .discover import FoundPlugin, load_class
 
 STATE_HOOKS = ("state_dict", "load_state_dict")
 """Hooks that a plugin has both, or neither."""
+GONE = {
+    "evaluated": " any more: 'logged' gets the metrics of evaluations, which have 'eval_loss', and "
+    "'add_metrics' adds to them"
+}
+"""Hooks of earlier versions -> what does their work."""
 
 
 def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
@@ -47,10 +55,19 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         raise RecipeError(explain(errors, cls, path, ("plugins", name))) from error
+    except ValueError as error:
+        # dataclasses refuse a default that is a list, a table or a set.
+        message = re.match(r"mutable default <class '(\w+)'> for field (\w+)", str(error))
+        if message is None:
+            raise
+        raise RecipeError(
+            f"{where}: {message[2]}: write field(default_factory={message[1]}), from dataclasses"
+        ) from error
 
 
 def inspect_hooks(cls: type[Any], name: str) -> None:
     """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
+    _inspect_contract(cls)
     for attribute, function in inspect.getmembers_static(cls, inspect.isfunction):
         if mistake := _mistake(cls, attribute, function):
             raise PluginError(f"plugin '{name}': {attribute}(){mistake}")
@@ -63,13 +80,42 @@ def inspect_hooks(cls: type[Any], name: str) -> None:
         )
 
 
+def _inspect_contract(cls: type[Any]) -> None:
+    """Refuse names in @plugin(...) that are no options of the plugin, or no capabilities."""
+    contract, where = contract_of(cls), f"class {cls.__name__}: @plugin("
+    for argument in ("after", "before", "requires", "metrics", "watches"):
+        names = getattr(contract, argument)
+        if isinstance(names, str):
+            raise PluginError(f'{where}{argument}="{names}"): write a list: ["{names}"]')
+    if EVERY in (*contract.before, *contract.requires, *contract.conflicts):
+        raise PluginError(f'{where}...): "{EVERY}" is for `after` only')
+    try:
+        ensure_complete(contract.provides)
+    except PluginError as error:
+        raise PluginError(f"{where}provides=...): {error}") from error
+    options = ["enabled", *(field.name for field in dataclasses.fields(cls) if field.init)]
+    named = {
+        "affects_results": contract.affects_results,
+        "affects_tokens": contract.affects_tokens or (),
+        "watches": contract.watches,
+        "provides": [option for option in contract.provides.values() if option is not None],
+    }
+    for argument, names in named.items():
+        for name in names:
+            if name not in options:
+                raise PluginError(
+                    f"{where}{argument}=...) names '{name}', which is no "
+                    f"option{choices(name, options, 'options:')}"
+                )
+
+
 def _mistake(cls: type[Any], name: str, function: Callable[..., Any]) -> str:
     """Say what is wrong with a method as a hook, or nothing."""
     mark = hook_mark(cls, name)
     if mark is None:
         return " is named like a hook; mark it with @hookimpl" if name in SPECS else ""
     if name not in SPECS:
-        return f" is no hook{did_you_mean(name, SPECS)}"
+        return f" is no hook{GONE.get(name) or did_you_mean(name, SPECS)}"
     if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
         return ": only wrapper=True is understood; order comes from @plugin(after=...)"
     if mark["wrapper"] and not is_stage(name):

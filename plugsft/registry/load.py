@@ -13,6 +13,7 @@ from .active import Active, options_of
 from .contracts import SPECS, contract_of, hook_mark, is_stage
 from .create import create, order
 from .discover import find
+from .metrics import declared_metrics
 
 
 def load(
@@ -67,9 +68,12 @@ def resolve(
                 f"{path}: plugins.{names[1]}: provides {capability}, and so does '{names[0]}': "
                 "remove one, or switch it off with --without"
             )
+    active = Active({name: created[name] for name in order(created)}, known)
+    active.declared_metrics, taken = declared_metrics(active.plugins, recipe)
+    problems += [f"{path}: {line}" for line in taken]
     if problems:
         raise RecipeError(problems)
-    return recipe, Active({name: created[name] for name in order(created)}, known)
+    return recipe, active
 
 
 def _conflicts(

@@ -41,10 +41,11 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Start) -> No
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
     from ..output.folder import ensure_inputs
-    from .before_run import ensure_schedule, output_folder
+    from .before_run import ensure_metrics_exist, ensure_schedule, output_folder
 
     ensure_inputs(recipe, path)
     ensure_schedule(recipe.train)
+    ensure_metrics_exist(recipe, active)
     start.ensure_possible()
     machine = look()
     with output_folder(recipe, active, machine, start) as checkpoints:

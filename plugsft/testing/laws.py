@@ -46,8 +46,8 @@ RANK_CURES = {
     "weights in the same way",
 }
 SUMS = (
-    "'add_metrics' returns sums over the rank's own micro-batches, not means; the core adds up "
-    "those of all ranks and divides them"
+    "'add_metrics' returns sums over the rank's own micro-batches, or pairs of a sum and a count, "
+    "not means; the core adds up those of all ranks and divides them"
 )
 KEEP = (
     "Return what the plugin has gathered from `state_dict`, and take it back in `load_state_dict`. "
@@ -56,7 +56,7 @@ KEEP = (
 )
 SAME_STATE = (
     "it must be the same on all ranks: whoever changes weights does so on all of them. Compute "
-    "state from what all ranks see (`run.step`, the metrics of `logged` and `evaluated`), or add "
+    "state from what all ranks see (`run.step`, the metrics of `logged`), or add "
     "it up with `run.ranks.reduce`"
 )
 OF_THE_CLOCK = frozenset(("tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"))

@@ -83,7 +83,7 @@ class FirstStep:
         """Return the loss and the metrics of the step; leave its gradients behind."""
         batch = next(self.run.global_batches())
         loss = sum(float(part) for part in forward_backward(self.run, batch))
-        sums = self.run.active.metrics()
+        sums = self.run.active.metrics(self.run)
         return loss, {name: float(value) / self.plan.denominator for name, value in sums.items()}
 
 

@@ -35,8 +35,9 @@ LOOKS = """
     @plugin(before=["ema"])
     class Looks:
         @hookimpl
-        def evaluated(self, run):
-            run.model.generate(["a lazy dog"], max_tokens=2)
+        def logged(self, run, metrics):
+            if "eval_loss" in metrics:
+                run.model.generate(["a lazy dog"], max_tokens=2)
 
         @hookimpl(wrapper=True)
         def use_weights(self, run, purpose):

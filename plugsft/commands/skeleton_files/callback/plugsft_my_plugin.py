@@ -24,19 +24,15 @@ class MyPlugin:
     @hookimpl
     def logged(self, run: Run, metrics: dict[str, Any]) -> None:
         """Average the losses of the steps, which are the same on every rank."""
-        if "loss" not in metrics:
-            return  # these are the metrics of an evaluation
+        if "eval_loss" in metrics:
+            say(f"evaluation after step {run.step}: loss {metrics['eval_loss']:.4f}")
+            return
         loss = metrics["loss"]
         if self.average is None:
             self.average = loss
         self.average += (loss - self.average) / self.patience
         if self.average < self.below:
             run.stop(f"the average loss is below {self.below}")
-
-    @hookimpl
-    def evaluated(self, run: Run, metrics: dict[str, Any]) -> None:
-        """Print the loss of each evaluation."""
-        say(f"evaluation after step {run.step}: loss {metrics['eval_loss']:.4f}")
 
     @hookimpl
     def saved(self, run: Run, folder: Path, kind: str, step: int) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-@plugin(affects_results=["gamma"])
+@plugin(affects_results=["gamma"], metrics=["nll"])
 class MyPlugin:
     """Train less on tokens that the model knows (focal loss)."""
 
