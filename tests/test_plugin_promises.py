@@ -22,7 +22,7 @@ HEAD = """
 
     RANK = int(os.environ.get("RANK", "0"))
 
-    @plugin()
+    @plugin(metrics=["one", "two", "sum", "share"])
     class Made:
         rank: int = state(0)
 """
@@ -64,6 +64,78 @@ def test_a_plan_that_repeats_or_loses_examples_is_refused(recipe, edit, message)
     result = run_plugsft(recipe(PLANS.format(edit=edit)))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "error: 'plan_batches' of plugin 'made' " in result.stderr and message in result.stderr
+
+
+HALVES = "[[rank[: len(rank) // 2] for rank in step] for step in steps]"
+
+
+def test_a_plan_without_half_of_the_micro_batches_is_refused_before_step_1(recipe, tmp_path):
+    """Of an epoch, too, which the run does not finish."""
+    result = run_plugsft(recipe(PLANS.format(edit=f"steps = {HALVES}")), "train.steps=1")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "error: 'plan_batches' of plugin 'made' left out 12 examples of the" in result.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+COLLATES = """
+        @hookimpl(wrapper=True)
+        def collate(self):
+            batch = yield
+            {edit}
+            return batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("batch = {name: value[:-1] for name, value in batch.items()}", "other 'labels' than"),
+        ("batch['labels'][0] = -100", "other 'labels' than their tokens: it must keep all targets"),
+        ("batch['labels'] = batch['input_ids'].clone()", "other 'labels' than their tokens"),
+        ("batch['labels'] = batch['labels'].flip(0)", "other 'labels' than their tokens"),
+        ("batch['labels'] = batch['labels'].roll(1, 1)", "other 'input_ids' than their tokens"),
+        ("batch['input_ids'] = batch['input_ids'].roll(1, 1)", "other 'input_ids' than their"),
+        ("batch['input_ids'] = batch['input_ids'][:1]", "other 'input_ids' than their tokens"),
+        ("del batch['input_ids']", "gave a batch without the tensor 'input_ids'; add it"),
+        ("batch = [batch]", "wrapper of 'collate' gave a value of type list; it must give Batch"),
+    ],
+)
+def test_a_batch_that_trains_other_targets_is_refused(recipe, edit, message):
+    result = run_plugsft(recipe(COLLATES.format(edit=edit)))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "plugin 'made'" in result.stderr and message in result.stderr
+
+
+GIVES = """
+        @hookimpl(wrapper=True)
+        def {hook}(self):
+            given = yield
+            return {value}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "message"),
+    [
+        ("load_batches", "[1]", "gave 1; it must give what build(step) returned"),
+        (
+            "load_batches",
+            "(type(one)(one.plan, one.batches[:1]) for one in given)",
+            "gave 1 micro-batches in place of 2 for step 1; it must give all that were built",
+        ),
+        ("step", "given.expand(2)", "gave no tensor of one number; it must give the micro-batch's"),
+        ("token_nll", "given.expand(2)", "gave no tensor of one number; it must give the micro-"),
+        ("step", "given.detach()", "gave a loss that depends on no trained weight"),
+        ("use_weights", "{'eval_loss': 1.0}", 'did not return what work() returned for "evaluate"'),
+        ("cache", "5", "gave 5; return what read(folder, in_memory) returned"),
+        ("tokenize", "given * 2", "; it must give a shard for each of 1 slices, in order"),
+        ("tokenize", "[5]", "gave [5]; it must give a shard for each of 1 slices, in order"),
+    ],
+)
+def test_a_wrong_result_is_refused_with_its_plugin(recipe, hook, value, message):
+    result = run_plugsft(recipe(GIVES.format(hook=hook, value=value), eval=EVAL))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"'{hook}' of plugin 'made'" in result.stderr and message in result.stderr
 
 
 LOADS = """
@@ -262,7 +334,7 @@ def test_a_model_that_use_weights_does_not_save_is_missed(recipe):
     """
     result = run_plugsft(recipe(body, eval=EVAL))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "'use_weights' did not call work() for \"save\"" in result.stderr
+    assert "'use_weights' of plugin 'made' did not call work() for \"save\"" in result.stderr
 
 
 def test_a_hook_that_clears_its_metrics_or_adds_facts_does_no_harm(recipe, tmp_path):

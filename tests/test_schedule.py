@@ -231,12 +231,11 @@ def test_the_recipe_s_schedule_may_be_wrapped(tiny, tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("factor", "message"),
     [
-        (0.5, "'schedule' gave 0.5; it returns a function: the step, counted from 0 -> "),
         (lambda step: -0.1, "'schedule' gave -0.1 for step 1; it returns a share of the peak"),
         (lambda step: None if step else 1, "'schedule' gave None for step 2; it returns a share"),
         (lambda step: 1 / (3 - step) if step < 3 else math.inf, "'schedule' gave inf for step 4"),
     ],
-    ids=["no function", "negative", "nothing", "infinite"],
+    ids=["negative", "nothing", "infinite"],
 )
 def test_a_schedule_that_is_none_is_refused(factor, message):
     with pytest.raises(PluginError, match=re.escape(message)):

@@ -214,7 +214,35 @@ def test_a_batch_without_some_targets_is_refused(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", forgets=FORGETS), monkeypatch)
     result = run_plugsft(tiny(weighted(chats(24)), plugins={"forgets": {}}))
     assert result.returncode == 2
-    assert "so that their weights cannot be assigned; it must keep all targets" in result.stderr
+    assert "and other 'labels' than their tokens: it must keep all targets" in result.stderr
+
+
+NO_LABELS = """
+    import torch
+
+    @plugin(provides={"weighted_examples": None})
+    class Nolabels:
+        @hookimpl(wrapper=True)
+        def collate(self, examples):
+            batch = yield
+            return batch | {"labels": torch.ones(len(examples))}
+
+        @hookimpl
+        def step(self, model, batch):
+            return model(batch["input_ids"]).logits.sum()
+"""
+
+
+def test_weights_of_rows_need_a_label_for_each_token(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", nolabels=NO_LABELS), monkeypatch)
+    recipe = tiny(weighted(chats(24)), plugins={"nolabels": {}})
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert (
+        "'collate' of plugin 'nolabels' gave no label for each token, so that the rows' weights "
+        'cannot be assigned to targets; data.ignore = ["weight"] trains without them'
+    ) in result.stderr
+    must_succeed(recipe, 'data.ignore=["weight"]', "train.steps=1")
 
 
 WEIGHS = """

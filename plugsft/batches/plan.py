@@ -126,6 +126,11 @@ class Plan:
             "the columns of examples": digest(columns)[:8],
         }
 
+    def ensure_whole(self) -> None:
+        """Refuse a plan that leaves examples out, before step 1; it lays out an epoch."""
+        for number in range(self.per_epoch):
+            self._epoch(0).lay_out(number)
+
     def _ensure_divisors(self) -> None:
         """Refuse weights that leave a step without a loss."""
         for step in range(1, self.steps + 1):

@@ -18,11 +18,12 @@ from ..base.atomic import IsComplete, is_whole
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, say
-from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
+from ..base.errors import DataError, PluginError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
-from ..base.types import Rendered, Row, Rows
+from ..base.types import Rendered, Row, Rows, Shard
+from ..hooks import with_plugins
 from ..recipe.parse import differing_parts
-from ..recipe.tables import Data, Recipe
+from ..recipe.tables import Data, Recipe, short
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
 from ..tokens.schema import FORMAT, WEIGHT
@@ -289,7 +290,13 @@ def _prepare_tokens(
             with_others(work, sources, folder, is_complete)
         return once(folder, is_complete, fill=fill)
 
-    tokens = _name_sources(active.hooks.cache(key=key, build=build, read=Tokens), work)
+    cached = active.hooks.cache(key=key, build=build, read=Tokens)
+    if not isinstance(cached, Tokens):
+        raise PluginError(
+            f"{with_plugins(active.hooks.cache)} gave {short(cached)}; return what read(folder, "
+            "in_memory) returned"
+        )
+    tokens = _name_sources(cached, work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     # Lines are counted where the rows are open anyway.
     rows = sources[0].part(0, len(sources[0])) if built and len(sources) == 1 else None
@@ -305,6 +312,11 @@ def _write_tokens(work: ShardWriter, sources: Sequence[OpenSource], key: dict[st
     if shards and missing:
         say(f"data: continuing after {len(shards):,} of {len(slices):,} slices")
     new_shards = work.hooks.tokenize(slices=missing, work=work)
+    if [type(shard) for shard in new_shards] != [Shard] * len(missing):
+        raise PluginError(
+            f"{with_plugins(work.hooks.tokenize)} gave {short(new_shards)}; it must give a shard "
+            f"for each of {len(missing):,} slices, in order"
+        )
     shards.update(zip(missing, new_shards, strict=True))
     in_order = [shards[part] for part in slices]
     total = merge(in_order)

@@ -77,13 +77,8 @@ class ScheduleDefaults:
         return schedule_factor(train, steps)
 
 
-def factors_of(factor: Any, steps: int) -> list[float]:
+def factors_of(factor: Factor, steps: int) -> list[float]:
     """Return the factor of each step; refuse those of a plugin that are no learning rates."""
-    if not callable(factor):
-        raise PluginError(
-            f"'schedule' gave {short(factor)}; it returns a function: the step, counted from 0 -> "
-            "the share of the peak learning rate"
-        )
     factors = [factor(step) for step in range(steps)]
     for step, value in enumerate(factors, start=1):
         if not (isinstance(value, Real) and 0 <= float(value) < math.inf):

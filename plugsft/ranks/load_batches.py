@@ -20,7 +20,7 @@ from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..batches.labels import target_places
 from ..hooks import Hooks, with_plugins
 from ..recipe.capabilities import Capability
-from ..recipe.tables import Recipe
+from ..recipe.tables import Recipe, short
 from ..tokens.store import Tokens
 
 MAX_ROWS = 20
@@ -103,6 +103,11 @@ class BatchLoader:
                     if loaded is None:
                         return
                     layout = loaded.plan.layout[self._rank]
+                    if len(loaded.batches) != len(layout):
+                        raise PluginError(
+                            f"{loader} gave {len(loaded.batches)} micro-batches in place of "
+                            f"{len(layout)} for step {expected}; it must give all that were built"
+                        )
                     for batch, examples in zip(loaded.batches, layout, strict=True):
                         if self._packed:  # again: a plugin may have made others
                             ensure_documents(batch, tokens, examples, loader)
@@ -140,21 +145,25 @@ class BatchLoader:
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
         batch = self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        maker, weights = with_plugins(self.hooks.collate), tokens.weights(examples)
+        weighs = not (weights == 1).all()
+        if not isinstance(batch.get("input_ids"), Tensor):
+            raise PluginError(f"{maker} gave a batch without the tensor 'input_ids'; add it")
         if self._packed:
-            ensure_documents(batch, tokens, examples, with_plugins(self.hooks.collate))
-        if getattr(batch.get("labels"), "ndim", 0) == 2:  # a plugin's step may have others
-            batch = batch | {"_places": target_places(batch)}
-        weights = tokens.weights(examples)
-        if (weights == 1).all():
+            ensure_documents(batch, tokens, examples, maker)
+        if getattr(batch.get("labels"), "ndim", 0) != 2:  # a plugin's step may have others
+            if weighs:
+                raise PluginError(
+                    f"{maker} gave no label for each token, so that the rows' weights cannot be "
+                    'assigned to targets; data.ignore = ["weight"] trains without them'
+                )
             return batch
-        per_target = weights.repeat(tokens.targets[examples])
-        if (targets := len(batch["_places"])) != len(per_target):
-            raise PluginError(
-                f"{with_plugins(self.hooks.collate)} gave {targets:,} targets for examples with "
-                f"{len(per_target):,}, so that their weights cannot be assigned; it must keep "
-                "all targets, in order"
-            )
-        return batch | {"_target_weights": torch.from_numpy(per_target)}
+        batch = batch | {"_places": target_places(batch)}
+        ensure_targets(batch, tokens, examples, maker)
+        if weighs:
+            per_target = weights.repeat(tokens.targets[examples])
+            batch["_target_weights"] = torch.from_numpy(per_target)
+        return batch
 
     def _to_device(self, batch: Batch) -> Batch:
         moved = {
@@ -176,6 +185,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def ensure_step(loaded: LoadedStep | None, expected: int | None, loader: str) -> None:
     """Refuse another step than the next, which `loader` lost, repeated or reordered."""
+    if not isinstance(loaded, LoadedStep | None):
+        raise PluginError(f"{loader} gave {short(loaded)}; it must give what build(step) returned")
     step = loaded and loaded.plan.step
     if step != expected:
         names = [f"step {number}" if number else "the end" for number in (step, expected)]
@@ -203,6 +214,22 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
             f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return pack(tokens, examples), "
             f"or add documents_of(...), both of {Capability.bundled('packed_rows').table}"
         )
+
+
+def ensure_targets(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
+    """Refuse a batch that trains other targets than the examples have, or at other tokens."""
+    ids, mask = tokens.gather(examples)
+    expected = torch.from_numpy(ids[mask])
+    places = batch["_places"] + 1
+    for name in ("labels", "input_ids"):
+        flat = batch[name].flatten().cpu()
+        given = flat[places[places < len(flat)]]
+        if not torch.equal(given.to(expected.dtype), expected):
+            raise PluginError(
+                f"{maker} gave {len(given):,} targets for examples with {len(expected):,}, and "
+                f"other '{name}' than their tokens: it must keep all targets, in order, each "
+                "labelled with its own token id"
+            )
 
 
 def name_source_rows(tokens: Tokens, examples: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ..base.checksums import digest
 from ..base.errors import PluginError
 from ..base.types import Ints
-from ..hooks import Purpose, Run
+from ..hooks import Purpose, Run, with_plugins
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import ModelLoad
 from ..model.same_base import weights_digest
@@ -122,16 +122,18 @@ class RunModel:
 
 def work_with_weights(run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
     """Do work with the weights that plugins put in place for its purpose, such as averages."""
-    called = False
+    results = []
 
     def noted() -> Any:
-        nonlocal called
-        called = True
-        return work()
+        results.append(work())
+        return results[-1]
 
     result = run.hooks.use_weights(run=run, purpose=purpose, work=noted)
-    if not called:
-        raise PluginError(f"'use_weights' did not call work() for \"{purpose}\"; it must")
+    maker = with_plugins(run.hooks.use_weights)
+    if not results:
+        raise PluginError(f'{maker} did not call work() for "{purpose}"; it must')
+    if result is not results[-1]:
+        raise PluginError(f'{maker} did not return what work() returned for "{purpose}"; it must')
     return result
 
 
