@@ -120,7 +120,13 @@ class Run:
         self.contents = contents_of(self)
         state = TrainState(self.weights, self.optimizer, self.loss_scale)
         self.checkpoints = Checkpoints(
-            recipe, self.active, accelerator, state, self.plan.steps, self.contents
+            recipe,
+            self.active,
+            accelerator,
+            state,
+            self.plan.steps,
+            self.plan.per_epoch,
+            self.contents,
         )
 
     @property
@@ -238,7 +244,7 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Tell whether the model is evaluated after this step, and has not been yet."""
-        due = self.recipe.evaluates(self.step, self.plan.steps)
+        due = self.recipe.evaluates(self.step, self.plan.steps, self.plan.per_epoch)
         return due and self.checkpoints.evaluated < self.step
 
     def try_checkpoint(self) -> None:
@@ -332,7 +338,7 @@ def describe(run: Run) -> None:
     ):
         if warning:
             say(f"warning: {warning}")
-    say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
+    say(f"checkpoints: {recipe.checkpoint.describe(plan.steps, plan.per_epoch)}")
 
 
 def describe_model(run: Run) -> dict[str, Any]:

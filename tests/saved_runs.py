@@ -145,7 +145,7 @@ class Run:
             keeper = optimizers.Keeper()
             keeper.made = self.state.optimizer
             active = Active({"keeper": keeper}, {}).attach()
-        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, Contents())
+        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, 10, Contents())
 
     def train(self, steps):
         for step in steps:

@@ -165,7 +165,7 @@ def save_both_ways(name, accelerator, recipe, active):
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"keep": 1})}
     )
-    checkpoints = Checkpoints(recipe, active, accelerator, state, 100, {})
+    checkpoints = Checkpoints(recipe, active, accelerator, state, 100, 10, {})
     ids = torch.arange(64).view(1, 64)
     waits, stalls, step = [], [], 0
 

@@ -222,8 +222,9 @@ def test_random_rounding_counts_from_the_first_number_of_a_rank(rank, rows):
 
 @pytest.mark.parametrize("steps, every", [(1, 1), (9, 1), (10, 1), (11, 2), (25, 3), (9000, 500)])
 def test_checkpoints_come_ten_times_a_run_or_every_500_steps(steps, every):
-    assert Checkpoint().interval(steps) == every
-    assert Checkpoint(every=7).interval(steps) == 7 and Checkpoint(every=0).interval(steps) == 0
+    assert Checkpoint().interval(steps, 3) == every
+    for every, expected in ((7, 7), (0, 0), ("epoch", 3)):
+        assert Checkpoint(every=every).interval(steps, 3) == expected
 
 
 def test_skipped_steps_that_do_not_follow_each_other_are_no_warning(capsys):

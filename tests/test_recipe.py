@@ -615,4 +615,4 @@ def test_each_branch_of_a_union_is_explained_in_one_line():
 
 def test_checkpoints_come_ten_times_a_run_and_at_least_every_500_steps():
     steps = {1: 1, 9: 1, 10: 1, 11: 2, 95: 10, 5_000: 500, 100_000: 500}
-    assert {total: Checkpoint().interval(total) for total in steps} == steps
+    assert {total: Checkpoint().interval(total, 1) for total in steps} == steps

@@ -185,6 +185,23 @@ def test_a_resume_does_not_repeat_an_evaluation(tiny, tmp_path, monkeypatch):
     assert re.findall(r"evaluated after step (\d)", again.stdout) == ["3", "4", "5", "6"]
 
 
+def test_evaluations_and_checkpoints_after_each_epoch(tiny, tmp_path):
+    recipe = tiny(
+        rows=chats(20),
+        train={"epochs": 3, "batch_size": 4},
+        eval={"split": "train[:12]", "every": "epoch"},
+        data={"split": "train[12:]"},
+        checkpoint={"every": "epoch"},
+    )
+    checked = must_succeed("check", recipe).stdout
+    done = must_succeed(recipe).stdout
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 6]
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved == ["step-000002", "step-000004", "step-000006"]
+    assert "every 2 steps, the last 3 kept" in checked and "every 2 steps, the last 3" in done
+
+
 def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", told=BEST), monkeypatch)
     recipe = tiny(

@@ -46,7 +46,7 @@ def find_bottlenecks(recipe: Recipe, run: dict[str, Any], profile: StepProfile) 
         launches(recipe, profile),
         logits(recipe, profile, run["memory"]["peak_gib"]),
         slowest_rank(recipe, profile, run["batches"]["imbalance"]),
-        *intervals(recipe, profile, run["steps"]["total"]),
+        *intervals(recipe, profile, run["steps"]),
     )
     findings = sorted((finding for finding in rules if finding is not None), reverse=True)
     return [text for _, text in findings[:MOST]]
@@ -118,11 +118,12 @@ def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Find
     return share, f"others wait {share:.0%} for rank {busy.index(max(busy))}, the slowest: {cure}"
 
 
-def intervals(recipe: Recipe, profile: StepProfile, steps: int) -> Iterator[Finding]:
+def intervals(recipe: Recipe, profile: StepProfile, steps: dict[str, int]) -> Iterator[Finding]:
     """Yield frequent checkpoints, evaluations and logging, and slow all-reduces."""
+    per_epoch = steps["per_epoch"]
     interval = {
-        "checkpoint": recipe.checkpoint.interval(steps),
-        "evaluation": recipe.eval.every if recipe.eval else 0,
+        "checkpoint": recipe.checkpoint.interval(steps["total"], per_epoch),
+        "evaluation": recipe.eval.interval(per_epoch) if recipe.eval else 0,
     }
     cures = {
         "checkpoint": (0.1, "raise checkpoint.every"),

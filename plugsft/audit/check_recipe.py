@@ -138,10 +138,10 @@ def _check(
     _ranks(findings, train, machine.world_size, active)
     for warning in warnings_of(recipe, machine.world_size):
         findings.warn("recipe", warning)
-    steps = train.steps or 100
+    steps = per_epoch = train.steps or 100
     if len(examples["lengths"]):
         with findings.about("steps"):
-            steps = _steps(findings, recipe, active, examples, machine.world_size)
+            steps, per_epoch = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
         ensure_schedule(train)
         factors_of(active.hooks.schedule(train=train, steps=steps), steps)
@@ -150,7 +150,7 @@ def _check(
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
-        every = recipe.checkpoint.interval(steps)
+        every = recipe.checkpoint.interval(steps, per_epoch)
         written = -(-steps // every) if every else 1
         # The oldest checkpoint is removed once a new one is complete.
         kept = min(written, recipe.checkpoint.keep + 1)
@@ -319,8 +319,8 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
 
 def _steps(
     findings: Findings, recipe: Recipe, active: Active, estimate: EstimatedColumns, ranks: int
-) -> int:
-    """Say how many steps there will be, estimated from a sample of the examples."""
+) -> tuple[int, int]:
+    """Say how many steps the run and an epoch will have, by a sample of the examples."""
     train, lengths = recipe.train, estimate["lengths"]
     examples = len(lengths)
     layouts = active.hooks.plan_batches(
@@ -339,10 +339,10 @@ def _steps(
     findings.ok("steps", f"{about}{steps:,}, {of}")
     if len(layouts):
         _batches(findings, recipe, layouts, lengths)
-    findings.ok("checkpoints", recipe.checkpoint.describe(steps))
+    findings.ok("checkpoints", recipe.checkpoint.describe(steps, per_epoch))
     for warning in filter(None, (long_warmup(train, steps), small_data(train, examples))):
         findings.warn("steps", warning)
-    return steps
+    return steps, per_epoch
 
 
 def _output(findings: Findings, recipe: Recipe) -> None:

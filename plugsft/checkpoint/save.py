@@ -96,6 +96,7 @@ class Checkpoints:
         accelerator: Accelerator,
         state: TrainState,
         steps: int,
+        per_epoch: int,
         contents: Contents,
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
@@ -110,7 +111,7 @@ class Checkpoints:
         """The best evaluation, if the recipe keeps it."""
         self.evaluated = -1
         """The step of the last evaluation that came to its end; 0 is that before step 1."""
-        self._every, self._steps = recipe.checkpoint.interval(steps), steps
+        self._every, self._steps = recipe.checkpoint.interval(steps, per_epoch), steps
         self._thread, self._copies = ThreadPoolExecutor(1), Copies()
         self._say_once = cache(say)
         self._pending: Pending | None = None

@@ -307,15 +307,19 @@ class Data(Table):
 class Eval(Table):
     """Evaluation while training."""
 
-    every: Count = 100
-    """Steps between evaluations; the run always ends with one. Each computes all rows of its
-    source."""
+    every: Count | Literal["epoch"] = 100
+    """Steps between evaluations, or "epoch": one after each. The run always ends with one. Each
+    computes all rows of its source."""
     at_start: bool = False
     """Whether to evaluate before step 1 too, which shows what the training changes."""
     source: Place | None = None
     """A hub name, a folder or a file. Default: data.source."""
     split: str = "train"
     """Split or slice of the source: "train[95%:]". Its rows must not be trained."""
+
+    def interval(self, per_epoch: int) -> int:
+        """Return the steps between evaluations."""
+        return per_epoch if self.every == "epoch" else self.every
 
 
 class Train(Table):
@@ -391,9 +395,9 @@ class Train(Table):
 class Checkpoint(Table):
     """When checkpoints are written, and which of them are kept."""
 
-    every: int | None = Field(None, ge=0, lt=2**31)
-    """Steps between checkpoints. Default: a tenth of the run, at most 500. 0 saves only at the end
-    and when the run is stopped."""
+    every: Annotated[int, Field(ge=0, lt=2**31)] | Literal["epoch"] | None = None
+    """Steps between checkpoints, or "epoch": one after each. Default: a tenth of the run, at most
+    500. 0 saves only at the end and when the run is stopped."""
     keep: Count = 3
     """Number of latest checkpoints to keep. Each holds weights and optimizer states; `plugsft plan`
     prints its size."""
@@ -412,13 +416,15 @@ class Checkpoint(Table):
             )
         return self
 
-    def interval(self, steps: int) -> int:
+    def interval(self, steps: int, per_epoch: int) -> int:
         """Return the steps between checkpoints; 0 means only at the end."""
-        return min(500, -(-steps // 10)) if self.every is None else self.every
+        if self.every is None:
+            return min(500, -(-steps // 10))
+        return per_epoch if self.every == "epoch" else self.every
 
-    def describe(self, steps: int) -> str:
+    def describe(self, steps: int, per_epoch: int) -> str:
         """Describe in words when checkpoints are written."""
-        every = self.interval(steps)
+        every = self.interval(steps, per_epoch)
         text = f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
         best = f", and the one with the {self.best} {self.keep_best}" if self.keep_best else ""
         return text.replace("every 1 steps", "every step") + best
@@ -503,13 +509,13 @@ class Recipe(Table):
         copy._provided = provided
         return copy
 
-    def evaluates(self, step: int, steps: int) -> bool:
+    def evaluates(self, step: int, steps: int, per_epoch: int) -> bool:
         """Tell whether an evaluation follows this step of a run; step 0 is its start."""
         if self.eval is None:
             return False
         if step == 0:
             return self.eval.at_start
-        return step == steps or step % self.eval.every == 0
+        return step == steps or step % self.eval.interval(per_epoch) == 0
 
     @property
     def folder(self) -> Path:

@@ -167,7 +167,8 @@ def has_checkpoint(recipe: Recipe) -> bool:
     run = find_run(folder)
     done = max((line["step"] for line in run.metrics), default=0)
     # A save waits for the one before: after the second one, the first is published.
-    if done > 2 * recipe.checkpoint.interval(run.steps.total) > 0:
+    every = recipe.checkpoint.interval(run.steps.total, run.steps.per_epoch)
+    if done > 2 * every > 0:
         raise CheckpointError(
             f"--resume-auto: the run in {folder} reached step {done:,}, and its checkpoints are "
             "missing; restore them, or start again with --overwrite in place of --resume-auto"
