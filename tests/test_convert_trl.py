@@ -1,6 +1,7 @@
 """plugsft convert: configurations of TRL, whose runs equal those of their recipes."""
 
 import contextlib
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -10,8 +11,10 @@ import yaml
 from conftest import chats, only_full, read_metrics, tiny_tables, write_jsonl
 
 from plugsft import cli
+from plugsft.base.errors import RecipeError
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.commands.converting.convert_file import convert_file
+from plugsft.commands.converting.conversion import UNKNOWN, Conversion
+from plugsft.commands.converting.convert_file import TOOLS, convert_file
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
@@ -150,6 +153,22 @@ def runs(tmp_path, model, monkeypatch):
         return recipe, read_metrics(tmp_path / "run"), theirs
 
     return run
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_key_of_trl_is_known(tmp_path, trainer):
+    classes = (TRAINERS[trainer][0], ModelConfig, ScriptArguments, DatasetMixtureConfig)
+    fields = {field.name: field for kind in classes for field in dataclasses.fields(kind)}
+    given = {"model_name_or_path": "m", "dataset_name": "d"}
+    assert len(fields) > 150
+    for name, field in fields.items():
+        if name in (*given, "datasets") or not field.init:
+            continue
+        for value in (True, False, "abc", 3):
+            made = Conversion("TRL", tmp_path, given | {name: value}, trainer=trainer)
+            with contextlib.suppress(RecipeError):
+                TOOLS["trl"].apply(made)
+            assert UNKNOWN not in made.left.values(), (name, value)
 
 
 def trained_tokens(folder: Path):

@@ -2,7 +2,16 @@
 
 from ...recipe.tables import TEMPLATES
 from . import training
-from .conversion import Conversion, Tool, hold_out, listed_parts, places, set_sources
+from .conversion import (
+    KEYS,
+    Conversion,
+    Tool,
+    hold_out,
+    listed_parts,
+    places,
+    set_eval_source,
+    set_sources,
+)
 
 IMPOSSIBLE = {
     "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
@@ -13,12 +22,7 @@ PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 """Value of `rl` -> the loss of [plugins.dpo]."""
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "completion", "pretrain", "kto")
 """Types of data sets whose rows plugsft writes alike."""
-ROLES = {
-    "system": {"system"},
-    "user": {"user", "human"},
-    "assistant": {"assistant", "gpt", "model", "chatgpt", "bot"},
-    "tool": {"tool", "observation", "function_response", "tool_response"},
-}
+ROLES = {role: {*names} for role, names in KEYS["axolotl"]["roles"].items()}
 """Role -> the names of it that plugsft reads."""
 COLUMNS = {
     "field": "text",
@@ -53,12 +57,11 @@ def convert(c: Conversion) -> None:
     training.set_length(c, "num_epochs", 1.0)
     _set_schedule(c)
     training.set_optimizer(c, "optimizer")
+    _set_evaluation(c)
     if c.get("saves_per_epoch") is None or c.get("save_steps"):
         training.set_saving(c, "steps" if c.get("save_steps") else "epoch")
     else:
-        every = _share(c, "saves_per_epoch")
-        training.set_share(c, "checkpoint.every", every, "saves_per_epoch")
-    _set_evaluation(c)
+        _set_times(c, "checkpoint.every", "saves_per_epoch")
     training.set_precision(c, default=True)
     _set_lora(c)
     if c.value("model.dtype") == "bfloat16" and c.get("adapter") is None:
@@ -72,11 +75,12 @@ def convert(c: Conversion) -> None:
 def _set_objective(c: Conversion) -> None:
     """Write the plugin of a preference run, or refuse the run."""
     kind = c.get("rl")
-    c.switch("plugins.reward", "reward_model")
     if kind == "kto":
-        c.set("plugins.kto", {}, "rl")
+        c.set("plugins.kto.loss", "kto", "rl")
+        c.copy("kto", "axolotl")
     elif kind in PREFERENCES:
         c.set("plugins.dpo.loss", PREFERENCES[kind], "rl")
+        c.copy("simpo" if kind == "simpo" else "dpo", "axolotl")
     elif kind is not None:
         raise c.refuse(
             "rl", "plugsft trains on rows, and generates none while it trains; use axolotl"
@@ -160,19 +164,29 @@ def _set_schedule(c: Conversion) -> None:
     warmup.value = 2 if warmup.value == 1 else warmup.value  # axolotl makes two of one
 
 
-def _share(c: Conversion, key: str) -> float:
-    """Return the share of the run between two saves or evaluations; `key` counts them per epoch."""
-    epochs = c.value("train.epochs") or c.read("num_epochs", 1.0)
-    return 1 / (c.read(key, 0.0) * epochs or 1)
+def _set_times(c: Conversion, to: str, key: str) -> None:
+    """Write the interval between saves or evaluations that `key` counts per epoch."""
+    times, epochs = c.read(key, 0.0), c.value("train.epochs") or c.read("num_epochs", 1.0)
+    if times in (0, 1):
+        c.set(to, "epoch", key)
+    else:
+        training.set_share(c, to, 1 / (times * epochs), key)
 
 
 def _set_evaluation(c: Conversion) -> None:
-    """Write the rows that are held out, and the steps between evaluations."""
+    """Write the rows of evaluations, the steps between these, and what depends on the values."""
     size = c.read("val_set_size", 0.0)
-    if size > 0 and c.get("evals_per_epoch") != 0:
+    if c.get("test_datasets"):
+        set_eval_source(c, listed_parts(c, "test_datasets"), "test_datasets")
+    elif size > 0 and c.get("evals_per_epoch") != 0:
         hold_out(c, "val_set_size", size)
-    if "eval.split" in c.lines:
-        training.set_share(c, "eval.every", _share(c, "evals_per_epoch"), "evals_per_epoch")
+    if "eval.split" not in c.lines:
+        return
+    if steps := c.read("eval_steps", 0.0):
+        training.set_interval(c, "eval.every", steps, "eval_steps")
+    else:
+        _set_times(c, "eval.every", "evals_per_epoch")
+    c.copy("eval", "shared")
 
 
 def _set_lora(c: Conversion) -> None:
@@ -205,9 +219,8 @@ def _set_speed(c: Conversion) -> None:
     checkpointing = c.get("gradient_checkpointing", False)
     if checkpointing not in (False, "false"):
         c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
-    if str(checkpointing).startswith("offload") or c.get("activation_offloading"):
-        key = c.first("activation_offloading", "gradient_checkpointing")
-        c.set("plugins.activation_offload", {}, key)
+    if str(checkpointing).startswith("offload"):
+        c.set("plugins.activation_offload", {}, "gradient_checkpointing")
     if not training.packs(c):
         c.switch("plugins.length_group", "group_by_length")
 

@@ -47,8 +47,8 @@ EMPTY: Table = {
     "plugin": False,
 }
 """Kind of a copied key -> the value that needs no line."""
-NO_LINE_TABLES = ("same", "lora", "liger")
-"""Tables of keys that need no line; the last two where their part of a run is off."""
+NO_LINE_TABLES = ("same", "eval", "lora", "liger", "dpo", "simpo", "kto", "reward")
+"""Tables of keys that need no line; all but the first where their part of a run is off."""
 
 
 def copied(table: str, *sections: str) -> dict[str, Table]:
@@ -138,7 +138,7 @@ class Conversion:
                 continue
             value = self.names(key) if kind == "names" else self.read(key, EMPTY[kind])
             if value:
-                self.set(to, {} if kind == "plugin" else value, key)
+                self.set(to, rule.get("value", {}) if kind == "plugin" else value, key)
 
     def switch(self, plugin: str, key: str) -> None:
         """Write the table of a plugin without options, if a key switches it on."""
@@ -152,6 +152,13 @@ class Conversion:
     def leave(self, key: str, reason: str) -> None:
         """Name a key that is not converted."""
         self.left.setdefault(key, reason)
+
+    def leave_evaluations(self, key: str, reason: str) -> None:
+        """Name the key of rows for evaluations that is not converted, and all that needs them."""
+        self.leave(key, reason)
+        for other in KEYS["shared"]["of_evaluations"]:
+            if self.get(other) not in (None, False, 0, "no"):
+                self.leave(other, f"{key}, which it needs, is not converted; use eval.source")
 
     def require(self, key: str) -> None:
         """Refuse a configuration without a setting."""
@@ -184,7 +191,8 @@ class Tool:
 
     @cached_property
     def unlike(self) -> Mapping[str, str]:
-        """Key -> why it is not converted, and what to use, unless it is false or 0."""
+        """Key -> why it is not converted, and what to use. False and 0 need no line, unless the
+        key has usual values."""
         return {key: reason for reason, keys in self._all("unlike") for key in keys}
 
     @cached_property
@@ -227,7 +235,7 @@ class Tool:
             if name in self.same or value in self.usual.get(name, ()):
                 return ""
             if name in self.unlike:
-                return self.unlike[name] if value else ""
+                return self.unlike[name] if value or name in self.usual else ""
             name = name.removesuffix("[]") if name.endswith("[]") else name.rpartition(".")[0]
         return UNKNOWN
 
@@ -291,6 +299,15 @@ def places(c: Conversion, key: str) -> list[str]:
     return [f"{key}[{index}]" for index in range(len(c.get(key)))]
 
 
+def set_eval_source(c: Conversion, sources: list[Table], key: str) -> None:
+    """Write the source of evaluations that `part` returned."""
+    if len(sources) > 1:
+        c.leave_evaluations(key, "[eval] has one source; use eval.source with a file of all rows")
+        return
+    c.set("eval.source", sources[0]["source"], key)
+    c.set("eval.split", sources[0].get("split", "train"))
+
+
 def set_sources(c: Conversion, sources: list[Table], key: str) -> None:
     """Write the sources that `part` returned."""
     keys = [key] if isinstance(c.get(key), str) else []
@@ -325,7 +342,7 @@ def hold_out(c: Conversion, key: str, size: float) -> None:
     source, split = c.value("data.source"), c.value("data.split") or "train"
     middle = last_rows(size, source) if source and "[" not in split else ""
     if not middle:
-        c.leave(
+        c.leave_evaluations(
             key,
             "no split can be written for it; use data.split and eval.split with slices, such as "
             '"train[:95%]" and "train[95%:]"',

@@ -27,6 +27,11 @@ TOOLS = {"axolotl": axolotl.TOOL, "llamafactory": llamafactory.TOOL, "trl": trl.
 
 def read_settings(path: Path) -> Table:
     """Return the settings of a file."""
+    if path.suffix not in ("", ".yaml", ".yml", ".json"):
+        raise RecipeError(
+            f"{path}: convert reads settings in YAML or JSON, and runs no program; write a file "
+            "of the other tool's arguments, a line each: max_length: 1024"
+        )
     try:
         text = read_text(path)
         if path.suffix == ".json":
@@ -149,8 +154,8 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
     settings = read_settings(path)
     tool = tool_of(settings, path, named)
     c = Conversion(tool.name, path, settings, gpus)
-    if trainer and (tool is not trl.TOOL or trainer not in trl.RATES):
-        hint = choices(trainer, trl.RATES, "for trl, choose one of")
+    if trainer and (tool is not trl.TOOL or trainer not in trl.TRAINERS):
+        hint = choices(trainer, trl.TRAINERS, "for trl, choose one of")
         raise RecipeError(f"--trainer {trainer}: is not known{hint}")
     if tool is trl.TOOL:
         trl.choose_trainer(c, trainer)

@@ -5,20 +5,21 @@ from pathlib import Path
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import training
-from .conversion import CONFIG, Conversion, Table, Tool, hold_out, part, rows_of, set_sources
+from .conversion import (
+    CONFIG,
+    KEYS,
+    Conversion,
+    Table,
+    Tool,
+    hold_out,
+    part,
+    rows_of,
+    set_eval_source,
+    set_sources,
+)
 
 INFO = "dataset_info.json"
-COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "history": "history",
-    "system": "system",
-    "tools": "tools",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "kto_tag": "label",
-}
+COLUMNS = KEYS["llamafactory"]["columns"]
 """Column in dataset_info.json -> plugsft's column."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns that plugsft reads as chats."""
@@ -39,13 +40,15 @@ def convert(c: Conversion) -> None:
         c.set("plugins.reward", {}, "stage")
     elif stage in ("dpo", "kto"):
         c.copy(stage, "llamafactory")
+        if c.get("pref_loss") == "simpo":
+            c.copy("simpo", "llamafactory")
     _set_data(c)
     _set_texts(c)
     if kind == "lora":
         _set_lora(c)
     if c.get("quantization_bit"):
         training.set_quantization(c, c.read("quantization_bit", 4), "quantization_bit")
-    training.set_training(c, 5e-5)
+    training.set_training(c, "llamafactory")
     c.set("plugins.gradient_checkpointing", {})
 
 
@@ -53,8 +56,8 @@ def _set_texts(c: Conversion) -> None:
     """Write the longest example, packing, and the tokens that are trained."""
     longest, plain = c.read("cutoff_len", 2048), c.get("stage") == "pt"
     c.set("data.max_length", longest, "cutoff_len", comment="longer ones are cut at their end")
-    if c.read("packing", plain):
-        training.set_packing(c, longest, "packing")
+    if c.read("packing", plain) or c.read("neat_packing", False):
+        training.set_packing(c, longest, "packing", "neat_packing")
         c.remarks.append(
             "packed examples attend to themselves alone; LLaMA-Factory lets them attend to each "
             "other, but for neat_packing: true"
@@ -81,7 +84,7 @@ def _set_lora(c: Conversion) -> None:
 def _set_data(c: Conversion) -> None:
     """Write the sources, their columns, and the rows that are held out."""
     c.require("dataset")
-    names = c.names("dataset")
+    names, evaluated = c.names("dataset"), c.names("eval_dataset")
     folder, info = _read_info(c)
     if not info:
         c.leave(
@@ -89,13 +92,16 @@ def _set_data(c: Conversion) -> None:
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
             "and [data.columns], or convert again where that file is",
         )
-    for name in names:
+    for name in [*names, *evaluated]:
         if info and name not in info:
             raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{name}'; add it")
     set_sources(c, [_source(c, name, info.get(name, {}), folder) for name in names], "dataset")
     _set_columns(c, [info[name] for name in names if info])
     size = c.read("val_size", 0.0)
-    if size:
+    if evaluated:
+        sources = [_source(c, name, info.get(name, {}), folder) for name in evaluated]
+        set_eval_source(c, sources, "eval_dataset")
+    elif size:
         hold_out(c, "val_size", size)
 
 

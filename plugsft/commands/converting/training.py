@@ -9,23 +9,12 @@ from typing import get_args
 
 from ...base.console import format_count
 from ...recipe.tables import Schedule
-from .conversion import Conversion, rows_of
+from .conversion import KEYS, Conversion, rows_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit")
-IN_8_BITS = {
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "adamw_torch_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-}
+IN_8_BITS = KEYS["shared"]["in_8_bits"]
 """Name in transformers -> kind of [plugins.low_memory_adam]."""
 OF_TORCH = ("sgd", "adagrad", "rmsprop")
-CHECKPOINTING = (
-    "fsdp_config.activation_checkpointing",
-    "fsdp_config.fsdp_activation_checkpointing",
-)
-AT_END = {"checkpoint.every": 0, "eval.every": 2**31 - 1}
-"""Interval -> its value for once, at the end of the run."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 FLASH = ("flash_attention", "fa2", "fa3", "flex_attention", "xformers", "kernels-community/")
 """How the names of fast attention kernels begin."""
@@ -136,22 +125,12 @@ def set_interval(c: Conversion, to: str, value: float, key: str) -> None:
         set_share(c, to, value, key)
 
 
-def set_share(c: Conversion, to: str, share: float | None, key: str) -> None:
+def set_share(c: Conversion, to: str, share: float, key: str) -> None:
     """Write an interval that is a share of the run, if its steps are known."""
-    total = total_steps(c)
-    if share == 1:
-        c.set(to, AT_END[to], key, comment="at the end of the run")
-    elif total and share:
+    if total := total_steps(c):
         c.set(to, max(1, math.ceil(total * share)), key)
     else:
-        reason = f"plugsft counts steps; use {to} (`plugsft check` prints the steps of an epoch)"
-        c.leave(key, reason)
-
-
-def set_each_epoch(c: Conversion, to: str, key: str) -> None:
-    """Write an interval of one epoch."""
-    epochs = c.value("train.epochs")
-    set_share(c, to, 1 / epochs if epochs else None, key)
+        c.leave(key, f'plugsft counts steps; use {to} = "epoch", or the steps between two')
 
 
 def set_saving(c: Conversion, default: str) -> None:
@@ -162,10 +141,10 @@ def set_saving(c: Conversion, default: str) -> None:
         c.lines.pop("checkpoint.keep", None)
     elif strategy == "steps":
         set_interval(c, "checkpoint.every", c.read("save_steps", 500.0), "save_steps")
-    elif strategy != "epoch":
+    elif strategy == "epoch":
+        c.set("checkpoint.every", "epoch", "save_strategy")
+    else:
         c.leave("save_strategy", 'use checkpoint.keep_best = "eval_loss" for the best checkpoint')
-    elif c.get("save_strategy") or c.value("train.epochs") == 1:
-        set_each_epoch(c, "checkpoint.every", "save_strategy")
 
 
 def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, project: str) -> None:
@@ -244,19 +223,11 @@ def set_launcher(c: Conversion) -> None:
         key = c.first("deepspeed", "fsdp", "fsdp_config")
         c.leave(key, "quantized weights are not sharded; each GPU has them whole (ddp)")
         c.launcher = ""
-    for key in CHECKPOINTING:
-        c.switch("plugins.gradient_checkpointing", key)
 
 
-def set_training(c: Conversion, rate: float) -> None:
+def set_training(c: Conversion, section: str) -> None:
     """Write what the trainer reads; sources, packing and adapters come before."""
-    c.copy("copied", "shared", "trainer")
-    c.set("train.learning_rate", c.read("learning_rate", rate), "learning_rate")
-    if path := c.read("model_name_or_path", ""):
-        c.set("model.path", path, "model_name_or_path")
-    revision = c.read("model_revision", "")
-    if revision not in ("", "main"):
-        c.set("model.revision", revision, "model_revision")
+    c.copy("copied", "shared", "trainer", section)
     set_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     set_length(c, "num_train_epochs", 3.0)
     set_schedule(c, "lr_scheduler_type", "linear")
@@ -264,29 +235,28 @@ def set_training(c: Conversion, rate: float) -> None:
     set_optimizer(c, "optim")
     set_precision(c, default=c.tool == "TRL")
     set_attention(c, c.first("attn_implementation", "flash_attn"))
-    every = 10 if c.tool == "TRL" else 500
-    c.set("train.log_every", c.read("logging_steps", every), "logging_steps")
     set_saving(c, "steps")
-    _set_evaluation(c, float(every))
+    if "eval.split" in c.lines:
+        _set_evaluation(c)
     set_trackers(c, c.names("report_to"), "report_to", "run_name", "project")
     _set_push(c)
+    liger = c.first("use_liger_kernel", "enable_liger_kernel")
     if "plugins.lora.r" not in c.lines:
-        c.switch("plugins.liger", "use_liger_kernel")
-    c.switch("plugins.fused_loss", "use_liger_kernel")
+        c.switch("plugins.liger", liger)
+    c.switch("plugins.fused_loss", liger)
     if not packs(c):
         c.switch("plugins.length_group", "group_by_length")
     set_launcher(c)
 
 
-def _set_evaluation(c: Conversion, every: float) -> None:
-    """Write the steps between evaluations, if [eval] has rows."""
-    if c.value("eval.split") is None:
-        return
+def _set_evaluation(c: Conversion) -> None:
+    """Write when the model is evaluated, and what depends on the values."""
     if c.read("eval_strategy", "no") == "epoch":
-        set_each_epoch(c, "eval.every", "eval_strategy")
+        c.set("eval.every", "epoch", "eval_strategy")
     else:
         name = c.first("eval_steps", "logging_steps")
-        set_interval(c, "eval.every", c.read(name, every), name)
+        set_interval(c, "eval.every", c.read(name, float(c.value("train.log_every"))), name)
+    c.copy("eval", "shared")
 
 
 def _set_push(c: Conversion) -> None:

@@ -3,6 +3,7 @@
 from ...base.errors import RecipeError
 from . import training
 from .conversion import (
+    KEYS,
     Conversion,
     Tool,
     hold_out,
@@ -12,15 +13,12 @@ from .conversion import (
     set_sources,
 )
 
-RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
-"""Trainer -> TRL's default learning rate."""
+TRAINERS = ("sft", "dpo", "kto", "reward")
 OF_KTO = ("kto", "apo_zero_unpaired")
-MARKS = {
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("beta", "loss_type", "precompute_ref_log_probs", "max_prompt_length"),
-}
-"""Trainer -> the keys that only it has, or `trl dpo` at last."""
+OF_SFT = ("nll", "chunked_nll", "dft")
+"""Losses of `trl sft`."""
+MARKS = KEYS["trl"]["marks_of"]
+"""Trainer -> the keys that only it has; `trl kto` has some of those of `trl dpo`."""
 ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
 """Keys of trainers that generate while they train."""
 
@@ -35,8 +33,14 @@ def choose_trainer(c: Conversion, named: str) -> None:
         )
     given = {key for key, value in c.settings.items() if value is not None}
     marked = (name for name, keys in MARKS.items() if given & {*keys})
-    kto = c.settings.get("loss_type") in OF_KTO
-    c.trainer = named or ("kto" if kto else next(marked, "sft"))
+    loss = ", ".join(c.names("loss_type"))
+    if loss in OF_KTO:
+        trainer = "kto"
+    elif loss:
+        trainer = "sft" if loss in OF_SFT else "dpo"
+    else:
+        trainer = next(marked, "sft")
+    c.trainer = named or trainer
     if not named:
         c.remarks.append(f"read as a configuration of `trl {c.trainer}`; --trainer names another")
 
@@ -51,9 +55,10 @@ def convert(c: Conversion) -> None:
     for bits in (4, 8):
         if c.read(f"load_in_{bits}bit", False):
             training.set_quantization(c, bits, f"load_in_{bits}bit")
-    training.set_training(c, RATES[c.trainer])
-    if c.read("gradient_checkpointing", True):
-        c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
+    training.set_training(c, "trl")
+    key = c.first("gradient_checkpointing", "activation_checkpointing")
+    if c.read(key, True):
+        c.set("plugins.gradient_checkpointing", {}, key)
     key = c.first("dtype", "torch_dtype")
     if c.get(key) == "float16":
         c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
@@ -72,13 +77,13 @@ def _set_data(c: Conversion) -> None:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
     if c.read("eval_strategy", "no") == "no":
         return
-    size = "dataset_mixture.test_split_size"
+    size = c.first("dataset_mixture.test_split_size", "test_split_size")
     if c.get(size) is not None:
         hold_out(c, size, c.read(size, 0.0))
     elif "data.source" in c.lines and rows_of(c.value("data.source")) is None:
         c.set("eval.split", c.read("dataset_test_split", "test"), "dataset_test_split")
     else:
-        c.leave(
+        c.leave_evaluations(
             "eval_strategy",
             "a mixture or a file has no split for evaluations; use eval.source and eval.split",
         )
@@ -125,14 +130,17 @@ def _set_trained_tokens(c: Conversion) -> None:
 def _set_objective(c: Conversion) -> None:
     """Write the plugin of a preference run."""
     if c.trainer == "dpo":
-        loss = ", ".join(c.names("loss_type")) or "sigmoid"
+        losses = c.names("loss_type") or ["sigmoid"]
+        if losses[1:] == ["sft"]:
+            weight, nll = c.get("loss_weights", [1.0, 1.0])
+            c.set("plugins.dpo.nll", nll / weight, "loss_weights", comment="of the loss sft")
+            losses.pop()
+        loss = ", ".join(losses)
         c.set(
             "plugins.dpo.loss", "length_normalized" if loss == "sigmoid_norm" else loss, "loss_type"
         )
-        c.copy("dpo", "trl")
-    elif c.trainer in ("kto", "reward"):
-        c.copy(c.trainer, "trl")
-    elif c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
+    c.copy(c.trainer, "trl")
+    if c.trainer == "sft" and c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
         c.leave("loss_type", "trained with the usual loss; write a plugin that implements `step`")
 
 
