@@ -208,6 +208,25 @@ def test_export_refuses_what_it_cannot_export(runs, run, tmp_path, words, says):
     assert not (tmp_path / "none").exists()
 
 
+def test_overwrite_replaces_an_export_and_nothing_else(run, tmp_path):
+    place = tmp_path / "copy"
+    export(run, False, place)
+    (run / "model/extra.txt").write_text("new")
+    with pytest.raises(PlugsftError, match="or add --overwrite, which replaces"):
+        export(run, False, place)
+    export(run, False, place, overwrite=True)
+    assert (place / "extra.txt").read_text() == "new" and damage(place) is None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/mine.txt").write_text("mine")
+    (place / "README.md").write_text("mine")
+    for target in (run / "model", run / "checkpoints/step-000004", tmp_path / "mine", place):
+        with pytest.raises(PlugsftError, match="belongs to a run, or has files that no export"):
+            export(run, False, target, overwrite=True)
+    with pytest.raises(PlugsftError, match="--overwrite is for folders"):
+        export(run, False, type(run)("hub:me/mine"), overwrite=True)
+    assert (place / "README.md").read_text() == (tmp_path / "mine/mine.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", ["whole", "adapters"])
 def test_a_checkpoint_gives_the_model_that_its_run_would_have(runs, tmp_path, name):
     """Of a run that was stopped, its newest; or one that is named."""

@@ -86,6 +86,9 @@ def export(
             help="A new folder, or hub:OWNER/NAME. Default with --merge: OUTPUT/merged.",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what an earlier export wrote.")
+    ] = False,
     public: Annotated[
         bool, typer.Option("--public", help="On the hub: a public repository. Default: private.")
     ] = False,
@@ -105,6 +108,8 @@ def export(
     if dtype and not merge:
         raise PlugsftError("--dtype is for merged weights; add --merge, or leave it out")
     if str(to).startswith(HUB):
+        if overwrite:
+            raise PlugsftError("--overwrite is for folders; leave it out: an upload is a commit")
         ensure_model(output)
         from ..export.hub import Repository
         from ..export.verified import source_of
@@ -126,7 +131,7 @@ def export(
         return
     if public:
         raise PlugsftError("--public is for the hub; add --to hub:OWNER/NAME, or leave it out")
-    target = ensure_exportable(output, merge, to)
+    target = ensure_exportable(output, merge, to, overwrite)
     # A missing folder is reported before anything heavy is imported.
     from ..export import export
 

@@ -101,7 +101,7 @@ def copy_to(folder: Path, target: Path, name: str, trusted: bool) -> str:
     Adapters get the names of their published base.
     """
     base, names = "", ""
-    with publish(target) as building:
+    with publish(target, replace=True) as building:
         ensure_no_links(folder)
         shutil.copytree(
             folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, ".*")
@@ -147,7 +147,7 @@ def merge_into(
     ensure_close(compute_logits(model), adapted, "merging")
     tokenizer = tokenizer_of(folder, trusted)
     end_generation(model, tokenizer)
-    with publish(target) as building:
+    with publish(target, replace=True) as building:
         set_dtype(model.config, getattr(torch, weights))
         cast(model, getattr(torch, weights)).save_pretrained(building)
         kept.add_to(building, "put them back, and run this again")
@@ -306,7 +306,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
         dtype = getattr(torch, recipe.model.dtype)
         cast(model, dtype)
         set_dtype(model.config, dtype)
-    with publish(target) as building:
+    with publish(target, replace=True) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
         if (building / ADAPTER).is_file():

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..base.atomic import damage, is_published
+from ..base.atomic import damage, foreign_files, is_published, parse_step
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.limits import read_json_object
 from ..output.folder import (
@@ -51,8 +51,11 @@ def checkpoint_of(output: Path) -> Path | None:
     return path
 
 
-def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
-    """Return the folder to export to; refuse one that exists, or an output without a model."""
+def ensure_exportable(output: Path, merge: bool, to: Path | None, overwrite: bool = False) -> Path:
+    """Return the folder to export to; refuse one that exists, or an output without a model.
+
+    `overwrite`: what an earlier export wrote may be replaced.
+    """
     if to is None and not merge:
         raise PlugsftError(
             "--to: missing; name the folder to copy the model to, or hub:OWNER/NAME to upload it"
@@ -62,8 +65,16 @@ def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
         raise PlugsftError(
             f"{target}: is inside a checkpoint's or a model's own folder; name another with --to"
         )
-    if target.exists():
-        raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
+    if target.exists() and not overwrite:
+        raise PlugsftError(
+            f"{target}: exists already; name another with --to, or add --overwrite, which replaces "
+            "what an earlier export wrote"
+        )
+    of_run = target.name == "model" or parse_step(target) is not None
+    if (of_run and target.exists()) or foreign_files(target, sized=True):
+        raise PlugsftError(
+            f"{target}: belongs to a run, or has files that no export wrote; name another with --to"
+        )
     ensure_model(output)
     return target
 
