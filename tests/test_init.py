@@ -19,6 +19,7 @@ from conftest import (
     chats,
     must_succeed,
     only_full,
+    run_here,
     run_plugsft,
     tiny_tables,
     write_recipe,
@@ -74,6 +75,24 @@ def test_every_recipe_is_written_with_the_files_that_it_names(tmp_path, monkeypa
         needs = re.findall("# Needs: (.*)", text)
         told = capsys.readouterr().out.partition("Next:\n")[2].splitlines()
         assert told == [f"  {line}" for line in (f"cd {place}", *needs, *commands[:3])]
+
+
+def test_model_and_data_are_those_of_the_user(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text("{}")
+    assert run_here("init", "lora", "--model", "me/mine", "--data", "chats.jsonl") == 0
+    made = tomllib.loads((tmp_path / "recipes/lora.toml").read_text())
+    places = (made["model"]["path"], made["data"]["source"], made["eval"]["source"])
+    assert places == ("me/mine", "chats.jsonl", "chats.jsonl")
+    (tmp_path / "other").mkdir()
+    assert run_here("init", "sft", "--data", "chats.jsonl", "--to", "other") == 0
+    made = tomllib.loads((tmp_path / "other/recipes/sft.toml").read_text())
+    assert made["data"]["source"] == "../chats.jsonl"  # the commands begin with cd other
+    assert made["model"]["path"] == "Qwen/Qwen3-0.6B"
+    for words in (["quickstart", "--model", "m"], ["launch", "--model", "m"]):
+        assert run_here("init", *words) == 2
+        assert "m: this recipe has no key path; leave it out" in capsys.readouterr().err
+        assert not (tmp_path / "recipes/quickstart.toml").exists()
 
 
 def test_no_file_is_overwritten(tmp_path):

@@ -26,12 +26,19 @@ def init(
         ),
     ] = "",
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")] = Path(),
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="The model to train: a hub name or a folder.")
+    ] = "",
+    data: Annotated[
+        str, typer.Option(metavar="DATA", help="The data: a file, a folder or a hub name.")
+    ] = "",
 ) -> None:
     """Write a commented recipe, with its data and launch files."""
     from .starting_files import print_kinds, write
 
     if kind:
-        write(kind, to)
+        named = {"path": model, "source": data}
+        write(kind, to, {key: place for key, place in named.items() if place})
     else:
         print_kinds()
 

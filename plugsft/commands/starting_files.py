@@ -1,9 +1,12 @@
 """Files that a user starts from: bundled recipes (`init`), and the skeleton of a plugin."""
 
 import ast
+import json
 import keyword
+import os
 import re
 import shlex
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -56,7 +59,7 @@ def print_kinds() -> None:
     say("\nplugsft init KIND writes one, with its data and launch files.")
 
 
-def write(kind: str, folder: Path) -> None:
+def write(kind: str, folder: Path, places: Mapping[str, str] = {}) -> None:
     """Write a recipe with its files; print the next commands: the recipe's first three."""
     if kind not in kinds():
         hint = choices(kind, kinds(), "choose one of")
@@ -64,7 +67,7 @@ def write(kind: str, folder: Path) -> None:
     recipe = folder / f"recipes/{kind}.toml"
     if recipe.exists():
         raise PlugsftError(f"{recipe} exists already; move it away, or set --to")
-    for path in write_missing(kind, folder):
+    for path in write_missing(kind, folder, places):
         say(f"written: {folder / path}")
     text = recipe.read_text("utf8") if recipe.exists() else ""
     commands = commands_of(text)[:3] or ["plugsft launch RECIPE"]
@@ -75,9 +78,20 @@ def write(kind: str, folder: Path) -> None:
         say(f"  {command}")
 
 
-def write_missing(kind: str, folder: Path) -> list[str]:
-    """Write the files that a folder lacks; return their paths."""
+def write_missing(kind: str, folder: Path, places: Mapping[str, str] = {}) -> list[str]:
+    """Write the files that a folder lacks; return their paths.
+
+    `places` are the user's: of the model, as the key `path`, and of the data, as `source`.
+    """
     files = {path: text for path, text in files_of(kind).items() if not (folder / path).exists()}
+    own = f"recipes/{kind}.toml"
+    for key, place in places.items():
+        # As it is seen from the folder of the commands.
+        seen = os.path.relpath(place, folder) if os.path.exists(place) else place
+        line = f"{key} = {json.dumps(seen, ensure_ascii=False)}".replace("\\", r"\\")
+        files[own], count = re.subn(f"^{key} = .*", line, files.get(own, ""), flags=re.M)
+        if not count:
+            raise PlugsftError(f"{place}: this recipe has no key {key}; leave it out")
     recipes = [path for path in files if path.endswith(".toml")]
     if recipes and not (folder / SCHEMA).exists():
         files[SCHEMA] = schema_text() + "\n"
