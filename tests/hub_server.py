@@ -241,13 +241,13 @@ ROUTES = [
     ("POST /api/repos/create", "create"),
     ("POST /api/validate-yaml", "yaml"),
     (f"GET /api/models/{NAME}/auth-check/write", "auth"),
-    (f"GET /api/models/{NAME}/tree/{REVISION}(?P<inner>/.*)?", "tree"),
+    (f"GET /api/(models|datasets)/{NAME}/tree/{REVISION}(?P<inner>/.*)?", "tree"),
     (f"POST /api/models/{NAME}/preupload/{REVISION}", "preupload"),
     (f"POST /api/models/{NAME}/commit/{REVISION}", "commit"),
-    (f"GET /api/models/{NAME}(/revision/{REVISION})?", "info"),
+    (f"GET /api/(models|datasets)/{NAME}(/revision/{REVISION})?", "info"),
     (rf"POST /{NAME}\.git/info/lfs/objects/batch", "batch"),
     (r"PUT /store/(?P<oid>\w+)", "store"),
-    (f"(GET|HEAD) /{NAME}/resolve/{REVISION}/(?P<file>.*)", "resolve"),
+    (f"(GET|HEAD) (/datasets)?/{NAME}/resolve/{REVISION}/(?P<file>.*)", "resolve"),
 ]
 
 

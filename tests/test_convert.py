@@ -152,7 +152,7 @@ def test_most_key_uses_are_converted_and_all_others_named(tool, folder):
     share, reasons = shares(tool, folder)
     assert share >= 0.8, share
     unknown = {key for (key, _), why in reasons.items() if UNKNOWN in why}
-    assert unknown <= {"test_value", "datasets[].name"}
+    assert unknown <= {"test_value"}
     known = [why for (key, _), why in reasons.items() if key not in unknown]
     assert all(re.search("use[ `]|see |set |allowed: ", why) for why in known), known
 
@@ -308,6 +308,11 @@ BEST_F1 = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
             AXOLOTL_EVAL | {"load_best_model_at_end": True, "early_stopping_patience": 4},
             {"checkpoint.keep_best": "eval_loss", "plugins.early_stopping.patience": 4},
         ),
+        (
+            "axolotl",
+            {"datasets": [{"path": "me/rows", "name": "en"}]},
+            {"data.source": "me/rows:en"},
+        ),
         ("axolotl", {"saves_per_epoch": 1}, {"checkpoint.every": "epoch"}),
         ("axolotl", {"rl": "dpo", "rl_beta": 0.3}, {"plugins.dpo.beta": 0.3}),
         ("axolotl", {"rl": "simpo"}, {"plugins.dpo.gamma": 0.5, "plugins.dpo.nll": 1.0}),
@@ -325,6 +330,7 @@ BEST_F1 = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
             {"eval.every": 5, "checkpoint.keep_best": "eval_loss"},
         ),
         ("trl", {**ROWS, "eval_on_start": True}, {"eval.at_start": True}),
+        ("trl", {"dataset_config": "en"}, {"data.source": "d:en"}),
         ("trl", {"use_cpu": True}, {"device": "cpu"}),
         ("trl", {"desirable_weight": 0.5}, {"plugins.kto.desirable_weight": 0.5}),
         ("trl", {"loss_type": "dft", "packing": True}, {"plugins.dpo.loss": None}),

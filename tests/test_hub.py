@@ -16,6 +16,7 @@ from plugsft.api import PlugsftError
 from plugsft.base.atomic import damage
 from plugsft.export.card import is_edited, model_card
 from plugsft.export.folder import ensure_model
+from plugsft.recipe.tables import is_hub_name
 
 LOAD = """
 import sys, torch
@@ -258,3 +259,25 @@ def test_a_copy_has_a_card_unless_somebody_wrote_one(run, tmp_path):
     (edited / "model/README.md").write_text("My own words.")
     assert run_plugsft("export", edited, "--to", tmp_path / "other").returncode == 0
     assert (tmp_path / "other/README.md").read_text() == "My own words."
+
+
+READ = """
+import sys
+from plugsft.data.sources import open_source
+from plugsft.recipe.tables import Source
+for name in sys.argv[1:]:
+    print([row["text"] for row in open_source(Source(source=name)).read(0, 9)])
+"""
+
+
+def test_a_subset_of_a_data_set(hub, tmp_path):
+    configs = [f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab"]
+    card = f"---\nconfigs:\n{''.join(configs)}---\n"
+    rows = {"a.jsonl": b'{"text": "one"}\n', "b.jsonl": b'{"text": "two"}\n{"text": "three"}\n'}
+    hub.repos["me/rows"] = Repo(False, [{"README.md": card.encode(), **rows}])
+    words = ("-c", READ, "me/rows:a", "me/rows:b", "me/rows")
+    result = call(hub, tmp_path, *words, HF_DATASETS_OFFLINE="0")
+    assert result.stdout.split("\n")[:2] == ["['one']", "['two', 'three']"], result.stderr
+    assert "Please pick one among the available configs: ['a', 'b']" in result.stderr
+    assert "correct the name (owner/name:subset for a subset)" in result.stderr
+    assert is_hub_name("me/rows:a")

@@ -83,11 +83,12 @@ def test_model_and_data_are_those_of_the_user(tmp_path, monkeypatch, capsys):
     assert run_here("init", "lora", "--model", "me/mine", "--data", "chats.jsonl") == 0
     made = tomllib.loads((tmp_path / "recipes/lora.toml").read_text())
     places = (made["model"]["path"], made["data"]["source"], made["eval"]["source"])
-    assert places == ("me/mine", "chats.jsonl", "chats.jsonl")
+    chats = str(tmp_path / "chats.jsonl")  # the commands may run in another folder
+    assert places == ("me/mine", chats, chats)
     (tmp_path / "other").mkdir()
     assert run_here("init", "sft", "--data", "chats.jsonl", "--to", "other") == 0
     made = tomllib.loads((tmp_path / "other/recipes/sft.toml").read_text())
-    assert made["data"]["source"] == "../chats.jsonl"  # the commands begin with cd other
+    assert made["data"]["source"] == chats
     assert made["model"]["path"] == "Qwen/Qwen3-0.6B"
     for words in (["quickstart", "--model", "m"], ["launch", "--model", "m"]):
         assert run_here("init", *words) == 2

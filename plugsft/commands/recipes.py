@@ -37,8 +37,7 @@ def init(
     from .starting_files import print_kinds, write
 
     if kind:
-        named = {"path": model, "source": data}
-        write(kind, to, {key: place for key, place in named.items() if place})
+        write(kind, to, {"path": model, "source": data})
     else:
         print_kinds()
 

@@ -3,7 +3,6 @@
 import ast
 import json
 import keyword
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from ..base.errors import PluginError, PlugsftError, choices, reason_of
 from ..base.for_commands import print_table
 from ..base.launch_files import bundled_folder
 from ..hooks import is_core
+from ..recipe.tables import absolute
 from ..registry.discover import PLUGIN_PACKAGE, find
 from .overview import schema_text
 
@@ -85,10 +85,9 @@ def write_missing(kind: str, folder: Path, places: Mapping[str, str] = {}) -> li
     """
     files = {path: text for path, text in files_of(kind).items() if not (folder / path).exists()}
     own = f"recipes/{kind}.toml"
-    for key, place in places.items():
-        # As it is seen from the folder of the commands.
-        seen = os.path.relpath(place, folder) if os.path.exists(place) else place
-        line = f"{key} = {json.dumps(seen, ensure_ascii=False)}".replace("\\", r"\\")
+    for key in filter(places.get, places):
+        place = absolute(places[key])  # the commands may run in another folder
+        line = f"{key} = {json.dumps(place, ensure_ascii=False)}".replace("\\", r"\\")
         files[own], count = re.subn(f"^{key} = .*", line, files.get(own, ""), flags=re.M)
         if not count:
             raise PlugsftError(f"{place}: this recipe has no key {key}; leave it out")

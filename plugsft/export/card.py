@@ -126,7 +126,7 @@ def metadata(run: RunRecord, model: Path, base: str) -> ModelCardData:
         license=license_of(base),
         library_name="peft" if adapters else "transformers",
         pipeline_tag=PIPELINES.get(kind_of(run, model)),
-        datasets=[name for name in sources if is_hub_name(name)] or None,
+        datasets=[name.partition(":")[0] for name in sources if is_hub_name(name)] or None,
         tags=["plugsft", *dict.fromkeys(tag for tag in tags if tag in active)],
     )
 

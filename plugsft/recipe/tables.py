@@ -23,7 +23,8 @@ from .capabilities import Capability, ensure_known
 
 HUB = "hub:"
 """The beginning of `--to` for a repository on the hub."""
-_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|[\w-]+")
+"""A name on the hub; of a data set with subsets, "owner/name:subset"."""
 PASSWORD = re.compile(r"[\w+.-]+://[^/?#]*:[^/?#]*@")
 """The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
@@ -240,8 +241,8 @@ class Source(Table):
     """One source of a mixture."""
 
     source: Place = Field(examples=["chats.jsonl"])
-    """A hub name, a folder, a jsonl, json, csv, parquet or arrow file, or an address of a store:
-    s3://, gs:// or hf://."""
+    """A hub name (with a subset: "owner/name:subset"), a folder, a jsonl, json, csv, parquet or
+    arrow file, or an address of a store: s3://, gs:// or hf://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
@@ -252,8 +253,8 @@ class Data(Table):
     """The data to train on."""
 
     source: Place | None = Field(None, examples=["chats.jsonl"])
-    """A hub name, a folder, a jsonl, json, csv, parquet or arrow file, or an address of a store:
-    s3://, gs:// or hf://."""
+    """A hub name (with a subset: "owner/name:subset"), a folder, a jsonl, json, csv, parquet or
+    arrow file, or an address of a store: s3://, gs:// or hf://."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
@@ -313,7 +314,7 @@ class Eval(Table):
     at_start: bool = False
     """Whether to evaluate before step 1 too, which shows what the training changes."""
     source: Place | None = None
-    """A hub name, a folder or a file. Default: data.source."""
+    """A hub name, a folder or a file, as data.source, which is the default."""
     split: str = "train"
     """Split or slice of the source: "train[95%:]". Its rows must not be trained."""
 

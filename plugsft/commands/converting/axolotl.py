@@ -20,8 +20,6 @@ IMPOSSIBLE = {
 """Key of runs that plugsft cannot do -> the reason."""
 PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 """Value of `rl` -> the loss of [plugins.dpo]."""
-CHATS = ("chat_template", "sharegpt", "chat_template.default", "completion", "pretrain", "kto")
-"""Types of data sets whose rows plugsft writes alike."""
 ROLES = {role: {*names} for role, names in KEYS["axolotl"]["roles"].items()}
 """Role -> the names of it that plugsft reads."""
 COLUMNS = {
@@ -30,14 +28,6 @@ COLUMNS = {
     "field_rejected": "rejected",
 }
 """Key of a data set -> plugsft's column."""
-OWN_TEXT = (
-    "axolotl writes a prompt of its own; here the model's chat template writes the row; use "
-    "model.chat_template = FILE.jinja for other words"
-)
-PAIRS = (
-    "axolotl writes these pairs in its own way; here the model's chat template writes prompt, "
-    "chosen and rejected; use [data.columns] for other names"
-)
 
 
 def convert(c: Conversion) -> None:
@@ -107,9 +97,6 @@ def _set_data(c: Conversion) -> None:
 
 def _check_rows(c: Conversion, place: str) -> None:
     """Name what differs in the rows of a data set."""
-    kind = c.get(f"{place}.type", CHATS[0])
-    if isinstance(kind, str) and kind not in CHATS:
-        c.leave(f"{place}.type", OWN_TEXT if c.get("rl") is None else PAIRS)
     for role, names in c.get(f"{place}.roles", {}).items():
         if not {*names} <= ROLES.get(role, set()):
             c.leave(
@@ -166,7 +153,7 @@ def _set_schedule(c: Conversion) -> None:
 
 def _set_times(c: Conversion, to: str, key: str) -> None:
     """Write the interval between saves or evaluations that `key` counts per epoch."""
-    times, epochs = c.read(key, 0.0), c.value("train.epochs") or c.read("num_epochs", 1.0)
+    times, epochs = c.read(key, 0.0), c.read("num_epochs", 1.0)
     if times in (0, 1):
         c.set(to, "epoch", key)
     else:

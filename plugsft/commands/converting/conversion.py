@@ -34,9 +34,6 @@ READERS: dict[type, TypeAdapter[Any]] = {
     str: TypeAdapter(str, config={"coerce_numbers_to_str": True}),
 }
 """Type -> how it is read: YAML takes 1e-5 for a text, and a name for a number."""
-CONFIG = (
-    "a source has no configurations; download the files of this one, and use data.source = FILE"
-)
 KEYS: dict[str, Table] = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf8"))
 """Section -> its tables; the file says what they hold."""
 EMPTY: Table = {
@@ -157,7 +154,7 @@ class Conversion:
         """Name the key of rows for evaluations that is not converted, and all that needs them."""
         self.leave(key, reason)
         for other in KEYS["shared"]["of_evaluations"]:
-            if self.get(other) not in (None, False, 0, "no"):
+            if self.get(other):
                 self.leave(other, f"{key}, which it needs, is not converted; use eval.source")
 
     def require(self, key: str) -> None:
@@ -278,13 +275,17 @@ def part(source: object, split: object = None, weight: float = 1.0) -> Table:
     return table if weight == 1.0 else {**table, "weight": weight}
 
 
+def with_subset(source: str, subset: str | None) -> str:
+    """Return the name of a data set on the hub with that of its subset."""
+    return source if subset in (None, "default") else f"{source}:{subset}"
+
+
 def listed_parts(c: Conversion, key: str) -> list[Table]:
     """Return the sources of a list of data sets, as axolotl and TRL write it."""
     parts = []
     for place in places(c, key):
-        if c.get(f"{place}.config", "main") not in ("default", "main"):
-            c.leave(f"{place}.config", CONFIG)
-        path = c.get(f"{place}.path", c.get(f"{place}.id"))
+        subset = c.get(f"{place}.config", c.get(f"{place}.name"))
+        path = with_subset(c.get(f"{place}.path", c.get(f"{place}.id")), subset)
         files = c.get(f"{place}.data_files", path)
         if files is None:
             raise RecipeError(f"{c.path}: {place} has no path; set it")

@@ -6,7 +6,6 @@ from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import training
 from .conversion import (
-    CONFIG,
     KEYS,
     Conversion,
     Table,
@@ -16,6 +15,7 @@ from .conversion import (
     rows_of,
     set_eval_source,
     set_sources,
+    with_subset,
 )
 
 INFO = "dataset_info.json"
@@ -92,15 +92,11 @@ def _set_data(c: Conversion) -> None:
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
             "and [data.columns], or convert again where that file is",
         )
-    for name in [*names, *evaluated]:
-        if info and name not in info:
-            raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{name}'; add it")
-    set_sources(c, [_source(c, name, info.get(name, {}), folder) for name in names], "dataset")
+    set_sources(c, [_source(c, name, info, folder) for name in names], "dataset")
     _set_columns(c, [info[name] for name in names if info])
     size = c.read("val_size", 0.0)
     if evaluated:
-        sources = [_source(c, name, info.get(name, {}), folder) for name in evaluated]
-        set_eval_source(c, sources, "eval_dataset")
+        set_eval_source(c, [_source(c, name, info, folder) for name in evaluated], "eval_dataset")
     elif size:
         hold_out(c, "val_size", size)
 
@@ -118,16 +114,19 @@ def _read_info(c: Conversion) -> tuple[Path, Table]:
         raise RecipeError(f"{folder / INFO}: {reason_of(error)}; correct it") from error
 
 
-def _source(c: Conversion, name: str, entry: Table, folder: Path) -> Table:
+def _source(c: Conversion, name: str, info: Table, folder: Path) -> Table:
     """Return one source, cut at max_samples."""
+    if info and name not in info:
+        raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{name}'; add it")
+    entry = info.get(name, {})
     if {"images", "videos", "audios"} & entry.get("columns", {}).keys():
         raise c.refuse(
             "dataset", "plugsft trains on texts, not on images or sounds; use LLaMA-Factory"
         )
-    if entry.get("subset"):
-        c.leave("dataset", CONFIG)
     hub = entry.get("hf_hub_url")
-    place = str(hub or folder / entry.get("file_name", f"{name}.json"))
+    place = str(folder / entry.get("file_name", f"{name}.json"))
+    if hub:
+        place = with_subset(hub, entry.get("subset"))
     split, limit = entry.get("split", "train"), c.read("max_samples", 0)
     rows = None if hub else rows_of(place)
     if limit and (rows is None or len(rows) > limit):

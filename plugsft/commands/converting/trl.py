@@ -11,6 +11,7 @@ from .conversion import (
     part,
     rows_of,
     set_sources,
+    with_subset,
 )
 
 TRAINERS = ("sft", "dpo", "kto", "reward")
@@ -56,9 +57,8 @@ def convert(c: Conversion) -> None:
         if c.read(f"load_in_{bits}bit", False):
             training.set_quantization(c, bits, f"load_in_{bits}bit")
     training.set_training(c, "trl")
-    key = c.first("gradient_checkpointing", "activation_checkpointing")
-    if c.read(key, True):
-        c.set("plugins.gradient_checkpointing", {}, key)
+    if c.read("gradient_checkpointing", True):
+        c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
     key = c.first("dtype", "torch_dtype")
     if c.get(key) == "float16":
         c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
@@ -72,7 +72,8 @@ def _set_data(c: Conversion) -> None:
     if c.get(mixture):
         set_sources(c, listed_parts(c, mixture), mixture)
     elif c.get("dataset_name"):
-        set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
+        name = with_subset(c.get("dataset_name"), c.get("dataset_config"))
+        set_sources(c, [part(name, c.get("dataset_train_split"))], "dataset_name")
     else:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
     if c.read("eval_strategy", "no") == "no":

@@ -77,16 +77,18 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
             elif reader:
                 loaded = datasets.load_dataset(reader, data_files=name, **options)
             else:
-                loaded = datasets.load_dataset(name, **options)
+                # A subset: "owner/name:subset".
+                repository, _, subset = (name, "", "") if path.exists() else name.partition(":")
+                loaded = datasets.load_dataset(repository, subset or None, **options)
     except Exception as error:  # datasets and its readers raise nearly every type
         cause = error.__cause__ or error  # datasets wraps those of its readers
-        first_line = str(cause).strip().partition("\n")[0]
+        first_line = str(cause).strip().replace("\nPlease", " Please").partition("\n")[0]
         if isinstance(cause, ParserWarning):
             first_line = "a row has more fields than the first line has names"
         action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
         raise DataError(
-            f"{where}: cannot be {action}: {type(cause).__name__}: {first_line}; correct the name, "
-            "or write the file again"
+            f"{where}: cannot be {action}: {type(cause).__name__}: {first_line}; correct the name "
+            "(owner/name:subset for a subset), or write the file again"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     return {split: DatasetRows(data) for split, data in splits.items()}
