@@ -178,7 +178,7 @@ def test_prepare_and_inspect_return_data(tables, tmp_path):
     assert rows[0]["messages"][1]["content"].split()[0] in row.trained_text
     assert all(token.ids for token in row.tokens) and row.trained_text in str(row).replace("][", "")
     page = seen._repr_html_()
-    assert "<pre" in page and "line 21: no trained token; dropped<" in page
+    assert "<pre" in page and "line 21: no turn of the assistant to train; dropped<" in page
     [error] = plugsft.api.inspect(tables).errors
     assert "line 21" in error and "on_bad_row" in error
 

@@ -184,7 +184,7 @@ def test_a_part_of_a_turn_has_no_weight_and_a_turn_no_images():
 
 
 @pytest.mark.parametrize("key", ["train", "weight", "reasoning_content", "thinking", "reasoning"])
-@pytest.mark.parametrize("value", [[], {}, 5, ["x"]])
+@pytest.mark.parametrize("value", [{}, 5, ["x"]])
 def test_a_key_of_a_turn_of_another_type_is_refused(key, value):
     assert reason({"messages": [ASK, {**TELL, key: value}]}).startswith(f"'{key}' of a turn is ")
 

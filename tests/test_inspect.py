@@ -301,7 +301,7 @@ def audited(tiny, tmp_path, capsys):
 
 def test_sound_data_is_not_complained_of(audited):
     shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
-    assert shown.count("warning") == 1 and "warning    line 6: no trained token" in shown
+    assert shown.count("warning") == 1 and "warning    line 6: no turn of the assistant" in shown
     assert not complaint
 
 
@@ -341,8 +341,11 @@ def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
     path = tiny([{"messages": [ASK]}] * 3)
     result = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    reason = "no row has a token to train on: lines 1, 2, 3: no trained token. Correct them"
-    assert result.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
+    reason = "lines 1, 2, 3: no turn of the assistant to train. Correct them"
+    assert (
+        result.stderr
+        == f"error: {tmp_path / 'data.jsonl'}: no row has a token to train on: {reason}\n"
+    )
     assert '<div class="error"><dt>error</dt>' in (tmp_path / "page.html").read_text()
     result = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
     assert "all are longer than data.max_length = 2" in result.stderr

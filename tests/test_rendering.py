@@ -321,7 +321,7 @@ def test_the_mask_is_transformers_mask(tokenizer, messages):
             {"an empty turn of the user", "an empty turn of the assistant"} if spoken else set()
         )
         reasons |= {"half a character (a lone surrogate)"} if halves else set()
-        reasons |= {"no trained token"} if silent else set()
+        reasons |= {"no turn of the assistant to train"} if silent else set()
         assert result.bad[0] in reasons
         return
     encoded = lighten(tokenizer).encode_texts(result.texts, result.special_tokens)

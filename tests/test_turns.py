@@ -205,30 +205,30 @@ VALUES = {
 KEPT = "{{ n }}={{ v | tojson }};"
 # What a template does with each value v of a call, under its name n.
 LOSING = {
-    "falsy values": ("{% if v %}" + KEPT + "{% endif %}", '{"days": 0}'),
-    "falsy values, not names": ("{{ n }}={% if v %}{{ v }}{% endif %};", '{"days": 0}'),
-    "null": ("{% if v is not none %}" + KEPT + "{% endif %}", '{"unit": null}'),
-    "null, written as nothing": ("{{ n }}={{ '' if v is none else v }};", '{"unit": null}'),
-    "false": ("{% if v is not false %}" + KEPT + "{% endif %}", '{"later": false}'),
-    "true": ("{% if v is not true %}" + KEPT + "{% endif %}", '{"now": true}'),
-    "booleans": ("{% if v is not boolean %}" + KEPT + "{% endif %}", '{"now": true}'),
-    "booleans' values": ("{{ n }}={% if v is not boolean %}{{ v | tojson }}{% endif %};", '{"now"'),
-    "which boolean": ("{{ n }}={{ 'yes' if v is boolean else v | tojson }};", '{"now": true}'),
-    "all but texts": ("{% if v is string %}" + KEPT + "{% endif %}", '{"days": 0}'),
-    "numbers": ("{% if v is not number or v is boolean %}" + KEPT + "{% endif %}", '{"days": 0}'),
-    "0": ("{% if v != 0 or v is boolean %}" + KEPT + "{% endif %}", '{"days": 0}'),
-    "floats": ("{% if v is not float %}" + KEPT + "{% endif %}", '{"hours": 0.0}'),
-    "empty texts": ("{% if v != '' %}" + KEPT + "{% endif %}", '{"note": ""}'),
-    "empty objects": ("{% if v != {} %}" + KEPT + "{% endif %}", '{"more": {}}'),
-    "empty lists": ("{% if v != [] %}" + KEPT + "{% endif %}", '{"tags": []}'),
-    "what is empty": ("{{ n }}={% if v %}{{ v }}{% else %}{{ '' }}{% endif %}", '{"days": 0}'),
+    "falsy values": ("{% if v %}" + KEPT + "{% endif %}", "'days'"),
+    "falsy values, not names": ("{{ n }}={% if v %}{{ v }}{% endif %};", "'days'"),
+    "null": ("{% if v is not none %}" + KEPT + "{% endif %}", "'unit'"),
+    "null, written as nothing": ("{{ n }}={{ '' if v is none else v }};", "'unit'"),
+    "false": ("{% if v is not false %}" + KEPT + "{% endif %}", "'later'"),
+    "true": ("{% if v is not true %}" + KEPT + "{% endif %}", "'now'"),
+    "booleans": ("{% if v is not boolean %}" + KEPT + "{% endif %}", "'now'"),
+    "booleans' values": ("{{ n }}={% if v is not boolean %}{{ v | tojson }}{% endif %};", "'now'"),
+    "which boolean": ("{{ n }}={{ 'yes' if v is boolean else v | tojson }};", "'now'"),
+    "all but texts": ("{% if v is string %}" + KEPT + "{% endif %}", "'days'"),
+    "numbers": ("{% if v is not number or v is boolean %}" + KEPT + "{% endif %}", "'days'"),
+    "0": ("{% if v != 0 or v is boolean %}" + KEPT + "{% endif %}", "'days'"),
+    "floats": ("{% if v is not float %}" + KEPT + "{% endif %}", "'hours'"),
+    "empty texts": ("{% if v != '' %}" + KEPT + "{% endif %}", "'note'"),
+    "empty objects": ("{% if v != {} %}" + KEPT + "{% endif %}", "'more'"),
+    "empty lists": ("{% if v != [] %}" + KEPT + "{% endif %}", "'tags'"),
+    "what is empty": ("{{ n }}={% if v %}{{ v }}{% else %}{{ '' }}{% endif %}", "'days'"),
     "names": ("{{ v | tojson }};", "the argument's name 'city'"),
     "inner names": ("{{ n }}={{ (v.values() | list if v is mapping else v) | tojson }};", "'near'"),
     "inner values": (
         "{{ n }}={% if v is mapping %}{% for k in v %}{{ k }}="
         "{{ v[k] | select | list if v[k] is sequence else v[k] }}{% endfor %}"
         "{% endif %}{{ v | tojson if v is not mapping or not v }};",
-        "[false] of a call",
+        "false, the value of 0 in a call",
     ),
 }
 

@@ -132,11 +132,7 @@ def _read_turn(turn: Any) -> Row:
         raise BadRow("a turn is not an object with a role")
     require(turn, "role", "turn")
     # As in transformers: tables give every message the fields of all messages.
-    message = {
-        key: item
-        for key, item in turn.items()
-        if item is not None and (item != [] or key in FLAGS or key in REASONING)
-    }
+    message = {key: item for key, item in turn.items() if item not in (None, [])}
     role, content = message.get("role"), message.get("content", "")
     if role not in ROLES:
         meant = did_you_mean(str(role), [*ROLES, *SPEAKERS])

@@ -16,7 +16,7 @@ ends with the first stop token behind its last word, wherever the template write
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from json import dumps
 from typing import Any
@@ -299,8 +299,8 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
             return [*map(other_value, value)]
         if isinstance(value, str) and value:
             return other(value, f"{value!r} of a call")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+            return value  # `ensure_values` looks at these
         number = 97531 + 10 * len(stand_for)
         stand_for[str(number)] = f"{value!r} of a call"
         return type(value)(number)
@@ -337,48 +337,35 @@ def write_others(write: Write, messages: list[Row], numbers: Collection[int]) ->
 
 
 def ensure_values(write: Write, messages: list[Row], number: int) -> None:
-    """Refuse a template that leaves out a value of a call for which no other words can stand.
+    """Refuse a template that leaves out a value of a call for which no other word can stand.
 
-    Each is taken out, and changed: a template may write no false, or as much for it as for "".
+    Where it is another, the text must be, too. Whether it is left out with its name shows where
+    the name is another.
     """
-    turn, text = messages[number], ""
-    for place, call in enumerate(turn.get("tool_calls", ())):
-        for what, arguments in _changed(call["function"]["arguments"]):
-            text = text or write(messages, False)
-            calls, others = [*turn["tool_calls"]], [*messages]
-            calls[place] = {**call, "function": {**call["function"], "arguments": arguments}}
-            others[number] = {**turn, "tool_calls": calls}
-            try:
-                lost = write(others, False) == text
-            except Refused:
-                lost = False
-            if lost:
-                raise Refused(f"leaves out {what} of a call")
+    turn, text = deepcopy(messages[number]), ""
+    chat = [*messages[:number], turn, *messages[number + 1 :]]
+    for call in turn.get("tool_calls", ()):
+        for values, name in _without_words(call["function"]["arguments"]):
+            value, text = values[name], text or write(chat, False)
+            for other in (not value, ""):
+                values[name] = other
+                try:
+                    lost = other != value and write(chat, False) == text
+                except Refused:
+                    lost = False
+                if lost:
+                    raise Refused(f"leaves out {dumps(value)}, the value of {name!r} in a call")
+            values[name] = value
 
 
-def _changed(value: Any) -> Iterator[tuple[str, Any]]:
-    """Take out, and change, one value of a call at a time: true, or what is empty.
-
-    Each comes with its JSON.
-    """
-    names = [*value] if isinstance(value, dict) else range(len(value))
-    for name in names:
-        inner = value[name]
+def _without_words(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Find what is true or empty in objects and lists: the one that it is in, and its name."""
+    for name in values if isinstance(values, dict) else range(len(values)):
+        inner = values[name]
         if isinstance(inner, dict | list) and inner:
-            for what, other in _changed(inner):
-                changed = copy(value)
-                changed[name] = other
-                yield what, changed
+            yield from _without_words(inner)
         elif inner is True or not inner:
-            what = dumps({name: inner} if isinstance(value, dict) else [inner])
-            for other in (not inner, ""):
-                changed = copy(value)
-                changed[name] = other
-                if other != inner:
-                    yield what, changed
-            changed = copy(value)
-            del changed[name]
-            yield what, changed
+            yield values, name
 
 
 def _plain(thought: str) -> str:
