@@ -16,7 +16,8 @@ import yaml
 from conftest import ROOT
 from pages import README, TEXTS
 
-from plugsft.registry.contracts import METRICS, SPECS
+from plugsft.registry.contracts import SPECS
+from plugsft.registry.metrics import METRICS
 from plugsft.registry.discover import find
 
 
