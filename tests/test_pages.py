@@ -17,8 +17,8 @@ from conftest import ROOT
 from pages import README, TEXTS
 
 from plugsft.registry.contracts import SPECS
-from plugsft.registry.metrics import METRICS
 from plugsft.registry.discover import find
+from plugsft.registry.metrics import METRICS
 
 
 @pytest.mark.parametrize(
