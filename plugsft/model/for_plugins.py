@@ -1,5 +1,6 @@
 """What plugins ask of models, before a run and in it; the loop does not use it."""
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from ..recipe.tables import Recipe
 from .config import load_config, local_folder
 from .kept_tensors import kept_tensors
 from .published import build
+from .weight_files import find_weight_files
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
@@ -47,7 +49,8 @@ def meta_model(recipe: Recipe, published: bool = False) -> Any:
 def ensure_tensors_known(recipe: Recipe) -> None:
     """Refuse tensors in a model's files that have no place in it: reads the files' headers."""
     folder, model = local_folder(recipe.model), meta_model(recipe, published=True)
-    if folder and model:
+    # A download may be incomplete.
+    if folder and model and all(map(os.path.isfile, find_weight_files(str(folder), None))):
         kept_tensors(model, str(folder), None)
 
 
