@@ -20,7 +20,7 @@ IMPOSSIBLE = {
 """Key of runs that plugsft cannot do -> the reason."""
 PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 """Value of `rl` -> the loss of [plugins.dpo]."""
-ROLES = {role: {*names} for role, names in KEYS["axolotl"]["roles"].items()}
+ROLES = KEYS["axolotl"]["roles"]
 """Role -> the names of it that plugsft reads."""
 COLUMNS = {
     "field": "text",
@@ -98,12 +98,12 @@ def _set_data(c: Conversion) -> None:
 def _check_rows(c: Conversion, place: str) -> None:
     """Name what differs in the rows of a data set."""
     for role, names in c.get(f"{place}.roles", {}).items():
-        if not {*names} <= ROLES.get(role, set()):
+        if not {*names} <= {*ROLES.get(role, ())}:
             c.leave(
                 f"{place}.roles.{role}",
                 "a row's roles are system, user, assistant or tool; rename them in the data",
             )
-    if not {*c.get(f"{place}.roles_to_train", ())} <= ROLES["assistant"]:
+    if not {*c.get(f"{place}.roles_to_train", ())} <= {*ROLES["assistant"]}:
         c.leave(f"{place}.roles_to_train", "answers alone are trained; use data.train_on")
 
 
@@ -206,8 +206,8 @@ def _set_speed(c: Conversion) -> None:
     checkpointing = c.get("gradient_checkpointing", False)
     if checkpointing not in (False, "false"):
         c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
-    if str(checkpointing).startswith("offload"):
-        c.set("plugins.activation_offload", {}, "gradient_checkpointing")
+    if str(checkpointing).startswith("offload") or c.get("activation_offloading"):
+        c.set("plugins.activation_offload", {}, "activation_offloading")
     if not training.packs(c):
         c.switch("plugins.length_group", "group_by_length")
 

@@ -275,17 +275,17 @@ def part(source: object, split: object = None, weight: float = 1.0) -> Table:
     return table if weight == 1.0 else {**table, "weight": weight}
 
 
-def with_subset(source: str, subset: str | None) -> str:
+def with_subset(source: Any, subset: Any) -> Any:
     """Return the name of a data set on the hub with that of its subset."""
-    return source if subset in (None, "default") else f"{source}:{subset}"
+    return f"{source}:{subset}" if source and subset not in (None, "default") else source
 
 
 def listed_parts(c: Conversion, key: str) -> list[Table]:
     """Return the sources of a list of data sets, as axolotl and TRL write it."""
     parts = []
     for place in places(c, key):
-        subset = c.get(f"{place}.config", c.get(f"{place}.name"))
-        path = with_subset(c.get(f"{place}.path", c.get(f"{place}.id")), subset)
+        path = c.get(f"{place}.path", c.get(f"{place}.id"))
+        path = with_subset(path, c.get(f"{place}.config", c.get(f"{place}.name")))
         files = c.get(f"{place}.data_files", path)
         if files is None:
             raise RecipeError(f"{c.path}: {place} has no path; set it")

@@ -72,8 +72,8 @@ def _set_data(c: Conversion) -> None:
     if c.get(mixture):
         set_sources(c, listed_parts(c, mixture), mixture)
     elif c.get("dataset_name"):
-        name = with_subset(c.get("dataset_name"), c.get("dataset_config"))
-        set_sources(c, [part(name, c.get("dataset_train_split"))], "dataset_name")
+        source = with_subset(c.get("dataset_name"), c.get("dataset_config"))
+        set_sources(c, [part(source, c.get("dataset_train_split"))], "dataset_name")
     else:
         raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
     if c.read("eval_strategy", "no") == "no":
