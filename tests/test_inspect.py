@@ -148,7 +148,7 @@ def test_texts_without_the_chat_template_of_their_tokenizer_are_warned_of(tiny, 
     pairs = [{"prompt": "who?", "chosen": f"{n} owls", "rejected": "elks"} for n in range(3)]
     assert f"warning    lines 1, 2, 3{says}" in inspect(tiny(pairs, plugins={"dpo": {}}), rows=0)
     result = run_plugsft("prepare", tiny(pairs, plugins={"dpo": {}}))
-    assert f"\nwarning: data: rows 1, 2, 3{says}" in result.stdout
+    assert f"\nwarning: data: lines 1, 2, 3{says}" in result.stdout
     shown = inspect(tiny([ROWS["preference"]] * 3, plugins={"dpo": {}}), rows=0)
     assert "trained as they are" not in shown
 

@@ -123,7 +123,7 @@ def test_an_overflow_skips_its_step_and_a_resumed_run_scales_alike(plants, tmp_p
     ]
     before, skipped, after = (saved(run, step) for step in (2, 3, 4))
     assert skipped[1] == before[1] != after[1], "weights and moments"
-    assert skipped[0]["optimizers"] == before[0]["optimizers"], "AdamW's count"
+    assert skipped[0]["optimizer_states"] == before[0]["optimizer_states"], "AdamW's count"
     assert skipped[0]["loss_scale"] == {"scale": scale, "steps": 0, "skipped": 1}
     # The schedule counts skipped steps.
     rates = [line["learning_rate"] for line in read_metrics(run)]

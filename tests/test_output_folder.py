@@ -232,15 +232,6 @@ def test_a_resolved_recipe_resumes_what_the_written_one_began(finished, tmp_path
     assert "going on after step 3" in result.stdout
 
 
-def test_a_resume_with_other_plugins_says_so(finished, tmp_path):
-    recipe, run = finished
-    words = ("--resume-from", run / "checkpoints/step-000002")
-    said = "warning: the plugins or their options differ from those of the checkpoint"
-    for name, more in (("same", ()), ("other", ["plugins.length_group={}"])):
-        result = run_plugsft(recipe, f"output={tmp_path / name}", *words, *more)
-        assert result.returncode == 0 and (said in result.stdout) == bool(more), result.stderr
-
-
 def test_a_checkpoint_from_elsewhere_does_not_mix_with_a_run(finished, tmp_path):
     recipe, run = finished
     there = run / "checkpoints/step-000003"
@@ -274,9 +265,10 @@ def test_a_missing_model_folder_does_not_ask_the_hub(tmp_path, monkeypatch, name
     assert bool(found) == bool(says)
     for words in says:
         assert words in found[name] and found[name].startswith(f"model.path: {name}")
-    # Who says which revision means the hub.
-    hub = load(path, ["model.revision=main"])[0]
-    assert bool(places.wrong_inputs(hub, path)) == (bool(says) and name != "runs/quickstar")
+    if not (tmp_path / name).is_dir():
+        # Who says which revision means the hub.
+        hub = load(path, ["model.revision=main"])[0]
+        assert bool(places.wrong_inputs(hub, path)) == (bool(says) and name != "runs/quickstar")
 
 
 def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):

@@ -21,6 +21,7 @@ from ..batches.labels import target_places
 from ..hooks import Hooks, with_plugins
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe, short
+from ..tokens.shards import offsets_of
 from ..tokens.store import Tokens
 
 MAX_ROWS = 20
@@ -219,6 +220,8 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
 def ensure_targets(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
     """Refuse a batch that trains other targets than the examples have, or at other tokens."""
     ids, mask = tokens.gather(examples)
+    # Nothing comes before the first token of a sequence, so it is no target.
+    mask[offsets_of(tokens.sequences(examples)[0])[:-1]] = False
     expected = torch.from_numpy(ids[mask])
     places = batch["_places"] + 1
     for name in ("labels", "input_ids"):
