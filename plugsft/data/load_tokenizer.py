@@ -200,6 +200,8 @@ def _texts(sources: Sequence[Rows], render: Render, tokenizer: Tokenizer) -> Ite
     for number, rows in enumerate(sources):
         for start in range(0, len(rows), 1000):
             batch = [row for row in rows.read(start, start + 1000) if isinstance(row, dict)]
+            # These are variables of the recipe's template, which comes later.
+            batch = [row | {"chat_template_kwargs": None} for row in batch]
             for text in render(batch, number, tokenizer).texts if batch else []:
                 for marker in SPECIAL:
                     text = text.replace(marker, "")
