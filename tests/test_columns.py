@@ -107,7 +107,7 @@ MIXED = {
         (TEXT, {"review": "good"}),
         ({"prompt": ASK, "completion": TELL}, {"prompt": "who?", "completion": "owls"}),
         (READY, READY | {"loss_mask": [0, 1]}),
-        (READY | {"loss_mask": [0, 1]}, READY),
+        (READY, {"input_ids": [300, 301]}),
         (READY, TEXT),
     ],
     "dpo": [

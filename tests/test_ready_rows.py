@@ -1,5 +1,6 @@
 """Rows that hold their tokens already: checked, never tokenized."""
 
+import ast
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import datasets
@@ -112,10 +114,40 @@ def test_ready_rows_are_the_tokens_that_we_make(tmp_path, base, name):
     assert_same(tokens, base[1])
 
 
+def converted(base, source, name, **data):
+    """Refuse rows for a column, then convert them with the code that the refusal has."""
+    with pytest.raises(DataError) as refused:
+        opened(base, source, **data)
+    message = str(refused.value)
+    assert str(source) in message and f"'{name}'" in message
+    code = message[message.index("rows.map(") :]
+    # The code ends where its brackets are closed.
+    code = next(code[:end] for end in count(len("rows.map()")) if is_code(code[:end]))
+    rows = eval(code, {"rows": datasets.load_from_disk(str(source))})
+    folder = source.with_name(f"{name} converted")
+    rows.save_to_disk(str(folder))
+    return folder
+
+
+def is_code(text):
+    try:
+        return bool(ast.parse(text))
+    except SyntaxError:
+        return False
+
+
 @pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
-def test_masks_of_other_tools_are_read(tmp_path, base, name):
-    rows = as_masks(rows_of(base[1]), name)
-    assert_same(opened(base, save(rows, tmp_path / "masks")), base[1])
+def test_masks_of_other_tools_are_refused_with_the_code_that_writes_labels(tmp_path, base, name):
+    rows = rows_of(base[1])
+    source = save(as_masks(rows, name), tmp_path / "masks")
+    assert_same(opened(base, converted(base, source, name)), base[1])
+    refuse(base, source, "no row has a token to train on", f"'{name}'", on_bad_row="drop")
+    # A mask beside labels: what both mark is trained.
+    both = [row | {name: [0, *[1] * (len(row["labels"]) - 1)]} for row in rows]
+    last = max(number for number, label in enumerate(both[0]["labels"]) if label >= 0)
+    both[0][name] = [int(number == last) for number in range(len(both[0][name]))]
+    tokens = opened(base, converted(base, save(both, tmp_path / "both"), name))
+    assert tokens.targets.tolist() == [1, *base[1].targets.tolist()[1:]]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +181,7 @@ def test_packed_rows_are_refused_and_the_code_of_the_docs_takes_them_apart(tmp_p
     packed = pack_dataset(datasets.Dataset.from_list(rows_of(base[1])), 256, "bfd")
     packed.save_to_disk(str(tmp_path / "packed"))
     assert len(packed) < len(base[1])
-    refuse(base, tmp_path / "packed", "packed ('seq_lengths')", "bfd_packing", "docs/data.md")
+    refuse(base, tmp_path / "packed", "'seq_lengths' is of rows that another tool", "bfd_packing")
     page = (ROOT / "docs/data.md").read_text()
     [code] = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "packed" in text]
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
@@ -168,26 +200,36 @@ def joined(rows, **columns):
     }
 
 
-def test_places_and_padding_of_one_document_are_read(tmp_path, base):
+def test_places_of_one_document_are_read_and_padding_is_taken_out(tmp_path, base):
     """As axolotl and transformers write them; of two documents they are refused."""
     rows = rows_of(base[1])
-    padded = [
-        {
-            "input_ids": row["input_ids"] + [0] * 3,
-            "labels": row["labels"] + [-100] * 3,
-            "attention_mask": [1] * len(row["labels"]) + [0] * 3,
+    whole, left, right = [], [], []
+    for row in rows:
+        size = len(row["labels"])
+        whole.append(row | {"attention_mask": [1] * size, "position_ids": [*range(size)]})
+        left.append(
+            {name: padding * 3 + row[name] for name, padding in PADDING.items()}
+            | {"attention_mask": [0] * 3 + [1] * size, "weight": 1.0}
+        )
+        right.append(
+            {name: row[name] + padding * 3 for name, padding in PADDING.items()}
+            | {"attention_mask": [1] * size + [0] * 3}
             # What transformers writes for padding.
-            "position_ids": [*range(len(row["labels"])), 1, 1, 1],
-        }
-        for row in rows
-    ]
-    assert_same(opened(base, save(padded, tmp_path / "prepared")), base[1])
+            | {"position_ids": [*range(size), 1, 1, 1]}
+        )
+    assert_same(opened(base, save(whole, tmp_path / "whole")), base[1])
+    for name, padded in {"left": left, "right": right}.items():
+        source = save(padded, tmp_path / name / "rows")
+        assert_same(opened(base, converted(base, source, "attention_mask")), base[1])
     for name, of in {
         "position_ids": lambda a, b: [*range(a), *range(b), 0, 0, 0],
         "attention_mask": lambda a, b: [1] * a + [2] * b + [0] * 3,
     }.items():
         source = save([joined(rows, **{name: of})], tmp_path / name)
-        refuse(base, source, "another tool has packed", f"'{name}'", on_bad_row="drop")
+        refuse(base, source, "another tool has packed", f"'{name}'", "docs/data.md")
+
+
+PADDING = {"input_ids": [0], "labels": [-100]}
 
 
 def test_long_rows_are_cut_or_dropped(tmp_path, base):
@@ -209,10 +251,13 @@ def broken(row, **changes):
 
 BROKEN = {
     "outside of the tokenizer's": {"input_ids": lambda row: [9999, *row["input_ids"][1:]]},
-    "neither -100 nor its own token": {"labels": lambda row: [*row["labels"][1:], -100]},
-    "'labels' is not as long as": {"labels": lambda row: row["labels"][:-1]},
+    "the token itself or -100: write it unshifted": {
+        "labels": lambda row: [*row["labels"][1:], -100]
+    },
+    "'labels' is not, for each token,": {"labels": lambda row: row["labels"][:-1]},
     "no trained token": {"labels": lambda row: [-100] * len(row["labels"])},
-    "no token": {"input_ids": lambda row: [], "labels": lambda row: []},
+    "'input_ids' is not a list of integers, or is empty": {"input_ids": lambda row: []},
+    "every token, with data.train_on": {"labels": lambda row: None},
 }
 
 
@@ -241,7 +286,7 @@ def test_true_is_no_integer(tmp_path, base, name, value):
     rows[6]["input_ids"][1:3] = [0, 1]
     rows[6]["labels"][1:3] = [-100, 1]
     source = written(tmp_path / "rows.jsonl", rows)
-    refuse(base, source, f"line 6: '{name}' is not a list of integers.")
+    refuse(base, source, f"line 6: '{name}' is not a list of integers, or is empty.")
 
 
 def refuse(base, source, *words, plugins=None, **data):
@@ -254,18 +299,18 @@ def test_what_cannot_be_honoured_is_refused(tmp_path, base):
     rows = rows_of(base[1])
     source = save(rows, tmp_path / "ready")
     refuse(base, source, "plugin 'kto'", "before they are tokens", plugins={"kto": {}})
-    refuse(base, source, 'train_on = "last"', "their own labels", train_on="last")
+    for train_on in ("last", "all"):
+        refuse(base, source, "rows of tokens with labels are trained by them", train_on=train_on)
     bare = save([{"input_ids": row["input_ids"]} for row in rows], tmp_path / "bare")
-    refuse(base, bare, "without labels or a mask", 'data.train_on = "all"')
+    refuse(base, bare, 'those without labels on every token, with data.train_on = "all"')
+    refuse(base, bare, "without labels", train_on="last")
     every = opened(base, bare, train_on="all")
     assert every.targets.tolist() == (base[1].lengths - 1).tolist()
     pictures = save([row | {"images": "x"} for row in rows], tmp_path / "pictures")
     refuse(base, pictures, "'images' holds images", "data.ignore")
     assert_same(opened(base, pictures, ignore=["images"]), base[1])
-    left = [row | {"attention_mask": [0] + [1] * (len(row["labels"]) - 1)} for row in rows]
-    refuse(base, save(left, tmp_path / "left"), "'attention_mask' is 0 before its last token")
     wrong = [row | {"attention_mask": [1] * (len(row["labels"]) - 1) + [-1]} for row in rows]
-    refuse(base, save(wrong, tmp_path / "wrong"), "'attention_mask' holds values other than 0")
+    refuse(base, save(wrong, tmp_path / "wrong"), "'attention_mask' is not 1 for each token")
 
 
 def test_columns_are_renamed_and_rows_weighed(tmp_path, base):

@@ -170,7 +170,7 @@ def test_answers_to_compare_are_not_taken_for_plain_chats(tmp_path):
 def test_rows_of_tokens_are_named(tmp_path):
     with pytest.raises(DataError, match=r"with \[model.scratch\], set model.tokenizer too"):
         run_of(tmp_path, [{"input_ids": [1, 2], "labels": [1, 2]}])
-    with pytest.raises(DataError, match="Rows of tokens need input_ids with labels or a mask"):
+    with pytest.raises(DataError, match="columns: chosen_ids, prompt_ids, rejected_ids"):
         run_of(tmp_path, [{"prompt_ids": [1, 2], "chosen_ids": [1], "rejected_ids": [2]}])
 
 

@@ -40,6 +40,8 @@ LABELS, PAIRS, SCORES = (
 )
 READERS = {"label": LABELS, **dict.fromkeys(("chosen", "rejected"), f"{PAIRS} or {SCORES}")}
 """Column -> the bundled plugins that read it."""
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns by which other tools say which tokens are trained."""
 CHANGES_MEANING = {
     "label": "tells good answers from bad ones",
     **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare"),
@@ -50,9 +52,7 @@ CHANGES_MEANING = {
     **MEDIA,
     "input_ids": "holds tokens that were made elsewhere",
     "labels": "holds targets that were made elsewhere",
-    **dict.fromkeys(
-        ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
-    ),
+    **dict.fromkeys(MASKS, "says which tokens are trained"),
 }
 """Columns that change the meaning of a row -> their own meaning."""
 EVERY, COMPLETION = "every token of the text", "the completion, and the end of the text"

@@ -17,14 +17,14 @@ from ..base.atomic import stamp, write_text
 from ..base.checksums import add_checksum, parse_checksummed
 from ..base.console import progress as progress_bar
 from ..base.errors import DataError, PlugsftError
-from ..base.types import Encoded, Rendered, Row, Shard, Slice, SliceResult
+from ..base.types import Rendered, Row, Shard, Slice, SliceResult
 from ..hooks import Hooks, is_core, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
 from ..tokens.shards import Examples, write_shard
 from ..tokens.tokenizer import Tokenizer
 from .defaults import DataDefaults
-from .examples import Mask, make_examples, trained_mask
+from .examples import make_examples, trained_mask
 from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
 from .row_names import CURE_LONG, counted, cure_bad, describe_bad_rows
 from .sources import OpenSource, ensure_columns, slices_of
@@ -180,10 +180,8 @@ class ShardWriter:
         data = self.data.model_copy()
         data._lead_row = part.lead_row
         if hold_tokens(lead_row(rows, data)):
-            try:
-                rendered, encoded, trained = self._read_tokens(rows, data)
-            except DataError as error:
-                raise DataError(f"{self.where(part)}: {error}") from error
+            self._ensure_unrendered(part)
+            rendered, encoded, trained = read_tokens(rows, self.tokenizer, data)
         else:
             source = self.sources[part.source].source
             rendered = render(self.hooks, data, source, rows, self.tokenizer)
@@ -204,16 +202,15 @@ class ShardWriter:
         row_numbers = np.array(numbers, np.int64)
         return shard, make_examples(encoded, trained, rendered, row_numbers, self.data, shard)
 
-    def _read_tokens(self, rows: list[Row], data: Data) -> tuple[Rendered, Encoded, Mask]:
-        """Check the tokens of rows that hold them; nothing renders or encodes these."""
+    def _ensure_unrendered(self, part: Slice) -> None:
+        """Refuse plugins that render where rows are tokens already."""
         hook: Any = self.hooks.render
         if not all(is_core(each.plugin_name) for each in hook.get_hookimpls()):
             raise DataError(
-                f"rows of tokens cannot be used with {with_plugins(hook)}, which reads rows "
-                "before they are tokens: name the rows that these were made of, or remove the "
-                "plugin"
+                f"{self.name(part)}: rows of tokens cannot be used with {with_plugins(hook)}, "
+                "which reads rows before they are tokens: name the rows that these were made of, "
+                "or remove the plugin"
             )
-        return read_tokens(rows, self.tokenizer, data)
 
 
 def render(
@@ -230,11 +227,8 @@ def render(
         columns = ", ".join(sorted(row)) or "none"
         if data.columns:
             columns += " (renamed by [data.columns])"
-        if {"input_ids", "prompt_ids"} & row.keys():
-            columns += (
-                ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
-                "model.tokenizer too"
-            )
+        if "input_ids" in row:
+            columns += ". For rows of tokens with [model.scratch], set model.tokenizer too"
         raise DataError(
             f"{source}: no format has these columns: {columns}. Known are messages; prompt and "
             "completion; instruction and output; conversations; text. Name yours in "

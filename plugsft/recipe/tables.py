@@ -50,8 +50,8 @@ FORMATS = {
 COLUMNS = [
     *chain(*FORMATS.values()),
     *("input", "system", "history", "tools", "chat_template_kwargs", "label", "weight"),
-    *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
-    *("seq_lengths", "position_ids", "attention_mask"),
+    "input_ids",
+    "labels",
 ]
 """All columns that are read from rows."""
 
