@@ -15,7 +15,7 @@ LAWS = (
 GOOD = """
 import torch
 
-@plugin()
+@plugin(metrics=["rows_seen"])
 class Good:
     times: int = 1
     seen: int = state(0)
@@ -233,7 +233,7 @@ class Bad:
     ("code", "words"),
     [
         (NOISE, ["after step 2, step 3: loss is", "from `state_dict`"]),
-        (KEPT_ELSEWHERE, ["after step 2, step 4: loss is", "An optimizer keeps it in `state`"]),
+        (KEPT_ELSEWHERE, ["after step 2, step 4: loss is", "An optimizer keeps it in its `state`"]),
         (FORGETFUL, ["rank 0: state_dict()['counts'][0] is 4 resumed and 6 uninterrupted"]),
         (
             HEARS_STEPS.format(at=5, action="run.stop('enough')"),
@@ -312,7 +312,7 @@ FAILS_ON_RANK = OF_SECOND_RANK + wrapper("step(self)", "return [given][rank]")
         (METRIC, ["step 1: share is", "sums over the rank's own micro-batches"]),
         (
             OWN_STATE,
-            ["state_dict()['seconds'] is ", "on rank 1 and ", "it must be the same on all ranks"],
+            ["state_dict() at seconds: rank 0 has ", "rank 1 has", "what is equal on all ranks"],
         ),
         (
             OF_SECOND_RANK
@@ -444,7 +444,7 @@ def test_what_returns_nothing_or_raises_is_refused(install, code, words):
 ANSWERS = """
 from plugsft import AnswerLoss
 
-@plugin(affects_results=["power"])
+@plugin(affects_results=["power"], metrics=["mean_nll"])
 class Answers(AnswerLoss):
     "Train each answer as much as any other, however long it is."
 

@@ -10,6 +10,7 @@ from torch import zeros
 
 from plugsft import RecipeError, cli
 from plugsft.base.atomic import publish
+from plugsft.checkpoint.same_run import FORMAT
 from plugsft.model.published import read_config
 
 CODE = """
@@ -69,7 +70,7 @@ def foreign(tmp_path, monkeypatch):
             strange(run / "model", marker, base if name == "adapters" else None)
         with publish(run / "checkpoints/step-000001") as building:
             (building / "state.json").write_text(
-                json.dumps({"format": 4, "step": 1, "recipe": {}, "plugins": {}, "inputs": {}})
+                json.dumps({"format": FORMAT, "step": 1, "recipe": {}})
             )
             save_file({"model/a": zeros(1)}, building / "rank-00000-000.safetensors")
     return runs, mine, marker

@@ -304,7 +304,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
 def test_a_broken_file_gives_our_error_alone(tmp_path):
     path = write(tmp_path, "parquet")
     path.write_bytes(path.read_bytes()[:-20])
-    table = tiny_tables(tmp_path / "tiny") | {"data": {"source": str(path)}}
+    table = tiny_tables(tmp_path / "tiny") | {"data": {"source": str(path), "max_length": 256}}
     result = run_plugsft("inspect", write_recipe(tmp_path / "recipe.toml", table))
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
