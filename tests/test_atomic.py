@@ -46,6 +46,8 @@ def build(building):
     with (building / "data-parts").open("a") as file:
         file.write(f"{{os.getpid()}}\\n")
     (building / "half").write_text("half")
+    if "start_worker" in globals():
+        start_worker()
     while not go.exists():
         time.sleep(0.01)
     (building / "whole").write_text(str(os.getpid()))
@@ -326,6 +328,32 @@ def test_a_killed_builder_is_replaced_at_once(start, tmp_path, place):
     assert damage(place) is None and left_over(place) == []
     kept = (place / "data-parts").read_text().split()
     assert kept == [str(first.pid), str(second.pid)], "it went on from the first one's parts"
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+def start_worker():
+    # It has what its parent has open, and outlives it.
+    if os.fork():
+        return
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end and not Path(sys.argv[1]).exists():
+        time.sleep(0.05)
+    Path(sys.argv[2]).with_name("worker").write_text(f"{time.monotonic() < end}")
+    os._exit(0)
+"""
+
+
+def test_a_killed_builder_is_replaced_while_its_workers_still_live(start, tmp_path, place):
+    first = start("never", before=FORKS)
+    builders(tmp_path, 1)
+    os.kill(first.pid, signal.SIGKILL)
+    second = start()
+    assert int(second.communicate()[0].split()[-1]) == second.pid
+    wait_for((tmp_path / "worker").exists)
+    assert (tmp_path / "worker").read_text() == "True", "it lived until the folder was there"
+    assert damage(place) is None and left_over(place) == []
 
 
 def test_a_waiter_follows_when_the_building_fails(place, start, tmp_path):
