@@ -20,6 +20,7 @@ from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import Model
 from ..tokens.tokenizer import Tokenizer, lighten
 from .chat import ANSWER, CHATML
+from .render import without
 from .turns import ASK
 
 if TYPE_CHECKING:
@@ -199,9 +200,9 @@ def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
 def _texts(sources: Sequence[Rows], render: Render, tokenizer: Tokenizer) -> Iterator[list[str]]:
     for number, rows in enumerate(sources):
         for start in range(0, len(rows), 1000):
-            batch = [row for row in rows.read(start, start + 1000) if isinstance(row, dict)]
+            read = [row for row in rows.read(start, start + 1000) if isinstance(row, dict)]
             # These are variables of the recipe's template, which comes later.
-            batch = [row | {"chat_template_kwargs": None} for row in batch]
+            batch = [without(row, ["chat_template_kwargs"]) for row in read]
             for text in render(batch, number, tokenizer).texts if batch else []:
                 for marker in SPECIAL:
                     text = text.replace(marker, "")
