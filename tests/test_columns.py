@@ -88,7 +88,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, data, counts, in_mem
         assert len(tokens.example(number)[0]) == 2
 
 
-BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row")
+BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row", "content")
 
 
 def made_tokenizer(folder):

@@ -10,6 +10,7 @@ from other_tools import save_model
 from plugin_packages import LOUD, activate, install
 
 from plugsft.base.atomic import publish
+from plugsft.checkpoint.same_run import FORMAT
 from plugsft.registry.discover import find
 
 QUICKSTART, TULU = "recipes/quickstart.toml", "recipes/tulu_sft_lora.toml"
@@ -96,7 +97,7 @@ def files_of_a_new_user(folder):
     with publish(folder / "finished/model") as model:
         (model / "config.json").write_text("{}")
     with publish(folder / "other/checkpoints/step-000002") as checkpoint:
-        state = {"format": 6, "step": 2, "recipe": {"train.seed": 7}, "plugins": {}}
+        state = {"format": FORMAT, "step": 2, "recipe": {"train.seed": 7}}
         (checkpoint / "state.json").write_text(json.dumps(state))
 
 
@@ -111,7 +112,10 @@ REFUSED = [
     (["data.source={place}/nowhere.jsonl"], "no such file"),
     (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
     (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
-    (["checkpoint.keep_best=eval_los"], "did you mean 'eval_loss'?"),
+    (
+        ["eval.split=train[95%:]", "data.split=train[:95%]", "checkpoint.keep_best=eval_los"],
+        "did you mean 'eval_loss'?",
+    ),
     (["plugins.early_stopping.metric=los"], "steps have no metric 'los'; did you mean 'loss'?"),
 ]
 REFUSED_LATER = [

@@ -41,7 +41,7 @@ def test_marks_that_turn_the_direction_of_text_are_shown(capsys):
 def test_control_characters_in_messages_of_libraries_are_shown(caplog):
     """As of a foreign model_type, which transformers quotes."""
     quiet_libraries()
-    logging.getLogger("transformers.x").warning("a model of type %s", "\x1b[2Jevil\u202e")
+    logging.getLogger("some.library").warning("a model of type %s", "\x1b[2Jevil\u202e")
     assert caplog.messages == ["a model of type ␛[2Jevil\ufffd"]
 
 

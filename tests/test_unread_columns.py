@@ -228,7 +228,7 @@ def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
     }
     shown = capsys.readouterr().out
     assert "\ndata: unused columns: score\n" in shown
-    assert "warning: data: rows 8, 9, 10, 11, 12 and 8 more: two turns of" in shown
+    assert "warning: data: lines 8, 9, 10, 11, 12 and 8 more: two turns of" in shown
     run_of(tmp_path, rows)
     shown = capsys.readouterr().out
     assert "two turns of the user in a row" in shown, "from cache, too"
