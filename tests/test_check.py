@@ -148,7 +148,7 @@ def test_data_without_a_trained_token_is_a_problem(tiny, tmp_path, check):
     found = check(tiny(rows, data={"on_bad_row": "drop"}))
     assert found.problems == [
         f"{tmp_path / 'data.jsonl'}: no row has a token to train on: lines 1, 2, 3, 4, 5: no "
-        "trained token. Correct them"
+        "turn of the assistant to train. Correct them"
     ]
 
 

@@ -22,13 +22,14 @@ from plugsft.batches.plan import shuffle
 from plugsft.data.slices import merge
 from plugsft.kit import shard_of
 from plugsft.plugins.bfd_packing import BfdPacking
-from plugsft.plugins.dpo_reference.log_probs import pair_ids
 from plugsft.plugins.ema import Ema
 from plugsft.plugins.router_loss.routers import sequence_shares
 from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
 from plugsft.recipe.tables import Checkpoint
 from plugsft.registry.create import inspect_hooks
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 SLOW = """
     import time
@@ -170,15 +171,19 @@ def test_a_micro_batch_without_examples_is_not_counted_as_empty_space(monkeypatc
     assert "50% full" in packing.summary()
 
 
-def test_pairs_of_equal_tokens_and_other_masks_share_no_reference():
-    def ids(*masks):
-        rows = [(np.arange(3, dtype=np.int32), np.array(mask, np.bool_)) for mask in masks]
-        return pair_ids(
-            type("Rows", (), {"__len__": lambda _: len(rows), "example": rows.__getitem__})()
-        )
-
-    first, other, again = ids([0, 1, 1], [0, 0, 1], [0, 1, 1])
-    assert first != other and first == again
+def test_examples_of_equal_tokens_and_other_masks_or_lengths_have_other_checksums(tmp_path):
+    examples = Examples(
+        ids=np.tile(np.arange(3, dtype=np.int32), 4),
+        mask=np.array([[0, 1, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]], np.bool_).ravel(),
+        counts=np.array([3, 3, 3, 1, 2]),  # the last example has two sequences
+        num_sequences=np.array([1, 1, 1, 2]),
+        rows=np.arange(4),
+    )
+    shard = Shard("data-0.arrow", 4, columns=examples.types)
+    write_shard(tmp_path / shard.file, examples)
+    write_index(tmp_path, [shard], {"key": "k"})
+    first, other, again, split = Tokens(tmp_path).contents.tolist()
+    assert first == again and len({first, other, split}) == 3
 
 
 def test_a_loss_that_is_not_finite_breaks_a_step_whose_norm_is():

@@ -127,11 +127,6 @@ def test_stop_ids_are_read_in_the_vocabulary_that_they_number(tmp_path):
 
     ends = [tokenizer.eos_token, "<|im_end|>"]
     assert stops_of(path=own) == stops_of(path=other, tokenizer=own) == ends
-    model = answering(tokenizer, end)
-    model.generation_config.eos_token_id = [far, end]
-    end_generation(model, tokenizer)
-    stops = model.generation_config.eos_token_id
-    assert far not in stops and {end, tokenizer.eos_token_id} <= {*stops}
 
 
 def test_a_run_writes_it(tiny, tmp_path):

@@ -141,14 +141,9 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> int:
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every token that ends an answer: the model's, the tokenizer's, the template's.
-
-    An id of the model's that is no token of its own here is of another vocabulary, and a word.
-    """
-    own = {*tokenizer.added_tokens_decoder, tokenizer.eos_token_id}
+    """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
     configs = (model.generation_config, model.config, tokenizer)
-    ids = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
-    stops = [stop for stop in ids if stop in own]
+    stops = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
     if tokenizer.chat_template:
         with suppress(Exception):  # a template may refuse this conversation
             text = str(tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False))
