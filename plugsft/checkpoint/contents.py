@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..base.checksums import digest, file_digest
+from ..base.console import say
+from ..base.errors import reason_of
 from ..model.published import taken_out
 from ..model.same_base import WEIGHTS, read_settings, settings_of, weights_digest
 from ..ranks.agree import from_main
@@ -53,7 +55,8 @@ class Contents:
         def work() -> None:
             try:
                 result.set_result(weights_digest(path, revision))
-            except Exception:  # they may be moved once the model is loaded
+            except Exception as error:  # they may be moved once the model is loaded
+                say(f"warning: {name} cannot be compared at a resume: {reason_of(error)}")
                 result.set_result("")
 
         Thread(target=work, daemon=True).start()
