@@ -55,7 +55,7 @@ class Samples:
 
     @hookimpl
     def logged(self, run: Run, metrics: dict[str, Any]) -> None:
-        """Answer the prompts after evaluations, and every so many steps once these are timed."""
+        """Answer the prompts after an evaluation, or after every `every` steps: it is not timed."""
         is_due = self.every and (run.step % self.every == 0 or run.step == run.steps)
         if "eval_loss" in metrics:
             is_due = self.evaluations

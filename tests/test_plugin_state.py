@@ -160,7 +160,7 @@ def restore_states(folder, kind, accelerator, recipe, active):
 
 
 def save_differing_ranks(folder, part, accelerator, recipe, active):
-    """Save a run of which each rank has its own part."""
+    """Save a run whose plugin has other state on each rank."""
     recipe = recipe.model_copy(update={"output": str(folder / part)})
     run = make_run(accelerator, recipe, active)
     run.train(range(1, 3))

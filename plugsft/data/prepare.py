@@ -49,7 +49,7 @@ tests/test_preparation_versions.py fails if an output has changed and its versio
 """
 
 COSTLY = 1.5
-"""From so many times the tokens on, chats that are an example for each turn are warned of."""
+"""Chats with an example for each turn are warned of if they have this many times the tokens."""
 
 
 def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
