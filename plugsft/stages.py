@@ -125,8 +125,6 @@ def plan_steps(
     """Plan steps and learning rates, the same on every rank."""
     with agreed("planning the steps"):
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
-        if not all(map(active.is_bundled, active.having("plan_batches"))):
-            plan.ensure_whole()
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
         schedule = Schedule(factor, optimizer, plan.steps)
         schedule.scale_factors(recipe.train)

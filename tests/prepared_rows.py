@@ -13,6 +13,7 @@ from plugsft.data import prepare
 from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import Active
 from plugsft.registry.load import load, resolve
+from plugsft.start.guards import OrderGuard
 
 
 def many_slices(folder, count):
@@ -68,4 +69,6 @@ def make_plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=No
         divisor=lambda examples: int((examples + 1).sum()),
         ensure_unchanged=lambda: None,
     )
-    return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hooks)
+    active = Active({}, {})
+    active.guards = [OrderGuard(active.hooks)]
+    return Plan(tokens, recipe, ranks, active.attach(core or BatchDefaults()).hooks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -12,7 +12,7 @@ import xxhash
 from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
 from ..base.types import Ints, Layout, Layouts, StepPlan
-from ..hooks import Hooks, with_plugins
+from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
@@ -62,7 +62,7 @@ class Plan:
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()  # steps may be planned in several threads
         first = self._epoch(0)
-        self.per_epoch, self.examples = len(first), first.num_examples
+        self.per_epoch, self.examples = len(first.layouts), first.num_examples
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         train = recipe.train
@@ -79,7 +79,7 @@ class Plan:
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
-        laid_out = self._epoch(epoch).lay_out(number)
+        laid_out = self._epoch(epoch).layouts[number]
         self._ensure_rows_fit(laid_out)
         layout = [list(map(self.tokens.weighted, rank)) for rank in laid_out]
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
@@ -126,11 +126,6 @@ class Plan:
             "the columns of examples": digest(columns)[:8],
         }
 
-    def ensure_whole(self) -> None:
-        """Refuse a plan that leaves examples out, before step 1; it lays out an epoch."""
-        for number in range(self.per_epoch):
-            self._epoch(0).lay_out(number)
-
     def _ensure_divisors(self) -> None:
         """Refuse weights that leave a step without a loss."""
         for step in range(1, self.steps + 1):
@@ -150,13 +145,11 @@ class Plan:
             return self._epochs[epoch]
 
     def _plan_epoch(self, number: int) -> Epoch:
-        count, seed = len(self.tokens.lengths), self._train.seed
+        seed = self._train.seed
         if self._evaluates:  # which takes each example once
             order = shuffle_sources(self.tokens, seed, number)
         else:
             order = self._hooks.order_examples(tokens=self.tokens, epoch=number, seed=seed)
-            where = with_plugins(self._hooks.order_examples)
-            order = ensure_examples(order, count, where, f"epoch {number}")
         layouts = self._hooks.plan_batches(
             order=order,
             lengths=self.tokens.lengths,
@@ -170,65 +163,17 @@ class Plan:
                 f"{number} and {self.per_epoch} for the first; every epoch must have the same "
                 "number"
             )
-        planner = with_plugins(self._hooks.plan_batches)
-        return Epoch(layouts, order, count, self.ranks, planner)
+        checksum = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(order).data)
+        return Epoch(layouts, len(order), checksum)
 
 
-class Epoch:
+class Epoch(NamedTuple):
     """The steps of an epoch, which together lay out each example of its order once."""
 
-    def __init__(self, layouts: Layouts, order: Ints, count: int, ranks: int, planner: str) -> None:
-        self.num_examples = len(order)
-        self.order_checksum = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(order).data)
-        """To compare ranks."""
-        self._layouts, self._count, self._ranks, self._planner = layouts, count, ranks, planner
-        self._left = np.bincount(order, minlength=count).astype(np.int32)
-        """How often each example is still to come."""
-        self._seen = set[int]()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._layouts)
-
-    def lay_out(self, number: int) -> Layout:
-        """Lay out a step; refuse what the planner may not give."""
-        layout = self._layouts[number]
-        counts = [len(micro_batches) for micro_batches in layout]
-        if len(counts) != self._ranks or len({*counts}) != 1 or not counts[0]:
-            raise PluginError(
-                f"{self._planner} gave micro-batches per rank: {counts}; it must give each of "
-                f"{self._ranks} ranks the same number, and at least one"
-            )
-        place = f"step {number + 1} of the epoch"
-        layout = [
-            [ensure_examples(part, self._count, self._planner, place) for part in rank]
-            for rank in layout
-        ]
-        examples = np.concatenate([examples for rank in layout for examples in rank])
-        with self._lock:
-            if number not in self._seen:
-                self._seen.add(number)
-                self._cross_off(examples)
-        return layout
-
-    def _cross_off(self, examples: Ints) -> None:
-        """Refuse a step that repeats examples, and a last one that leaves examples out."""
-        np.subtract.at(self._left, examples, 1)
-        repeated = examples[self._left[examples] < 0]
-        if repeated.size:
-            raise PluginError(
-                f"{self._planner} laid out example {repeated[0]:,} more often than the epoch's "
-                "order has it; it must lay out each example once"
-            )
-        if len(self._seen) < len(self):
-            return
-        lost = np.flatnonzero(self._left)
-        if lost.size:
-            raise PluginError(
-                f"{self._planner} left out {lost.size:,} examples of the epoch, such as "
-                f"example {lost[0]:,}; it must lay out each example once. Leave examples out "
-                "in 'order_examples'"
-            )
+    layouts: Layouts
+    num_examples: int
+    order_checksum: str
+    """To compare ranks."""
 
 
 def small_data(train: Train, examples: int) -> str:
@@ -260,20 +205,3 @@ def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints
     order: Ints = np.concatenate(repeats)
     random.shuffle(order)
     return order
-
-
-def ensure_examples(numbers: Any, count: int, where: str, place: str) -> Ints:
-    """Refuse what are no numbers of examples."""
-    examples = np.asarray(numbers)
-    if examples.size and (examples.dtype.kind not in "iu" or examples.ndim != 1):
-        raise PluginError(
-            f"{where} gave {examples.dtype} values of shape {[*examples.shape]} for {place}; it "
-            "must give a list of example numbers"
-        )
-    if examples.size and not 0 <= examples.min() <= examples.max() < count:
-        wrong = examples[(examples < 0) | (examples >= count)][0]
-        raise PluginError(
-            f"{where} gave the example {wrong:,} for {place}, but there are {count:,}, from 0 to "
-            f"{count - 1:,}"
-        )
-    return examples.astype(np.int64)

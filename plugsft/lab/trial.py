@@ -25,6 +25,7 @@ from ..ranks.precision import on_cpu
 from ..registry.discover import FoundPlugin
 from ..registry.load import load
 from ..run import open_run
+from ..start.guards import police
 from ..tokens.store import Tokens
 
 NO_STACK = "can't start new thread"
@@ -89,6 +90,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
             limit_memory(limit)
         else:
             trial.limit = limit
+        police(active)
         loop.train(open_run(recipe, active, look()))
     except TrialOver:
         pass

@@ -21,7 +21,6 @@ from ..batches.labels import target_places
 from ..hooks import Hooks, with_plugins
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe, short
-from ..tokens.shards import offsets_of
 from ..tokens.store import Tokens
 
 MAX_ROWS = 20
@@ -146,22 +145,13 @@ class BatchLoader:
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
         batch = self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
-        maker, weights = with_plugins(self.hooks.collate), tokens.weights(examples)
-        weighs = not (weights == 1).all()
-        if not isinstance(batch.get("input_ids"), Tensor):
-            raise PluginError(f"{maker} gave a batch without the tensor 'input_ids'; add it")
         if self._packed:
-            ensure_documents(batch, tokens, examples, maker)
+            ensure_documents(batch, tokens, examples, with_plugins(self.hooks.collate))
         if getattr(batch.get("labels"), "ndim", 0) != 2:  # a plugin's step may have others
-            if weighs:
-                raise PluginError(
-                    f"{maker} gave no label for each token, so that the rows' weights cannot be "
-                    'assigned to targets; data.ignore = ["weight"] trains without them'
-                )
             return batch
         batch = batch | {"_places": target_places(batch)}
-        ensure_targets(batch, tokens, examples, maker)
-        if weighs:
+        weights = tokens.weights(examples)
+        if not (weights == 1).all():
             per_target = weights.repeat(tokens.targets[examples])
             batch["_target_weights"] = torch.from_numpy(per_target)
         return batch
@@ -215,24 +205,6 @@ def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -
             f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return pack(tokens, examples), "
             f"or add documents_of(...), both of {Capability.bundled('packed_rows').table}"
         )
-
-
-def ensure_targets(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
-    """Refuse a batch that trains other targets than the examples have, or at other tokens."""
-    ids, mask = tokens.gather(examples)
-    # Nothing comes before the first token of a sequence, so it is no target.
-    mask[offsets_of(tokens.sequences(examples)[0])[:-1]] = False
-    expected = torch.from_numpy(ids[mask])
-    places = batch["_places"] + 1
-    for name in ("labels", "input_ids"):
-        flat = batch[name].flatten().cpu()
-        given = flat[places[places < len(flat)]]
-        if not torch.equal(given.to(expected.dtype), expected):
-            raise PluginError(
-                f"{maker} gave {len(given):,} targets for examples with {len(expected):,}, and "
-                f"other '{name}' than their tokens: it must keep all targets, in order, each "
-                "labelled with its own token id"
-            )
 
 
 def name_source_rows(tokens: Tokens, examples: Iterable[int]) -> str:

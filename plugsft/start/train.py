@@ -55,10 +55,12 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Start) -> No
         from .. import loop, run
         from ..output.disk_space import ensure_room
         from ..ranks.agree import ending_together
+        from .guards import police
 
         ensure_room(recipe, active, start.overwrite)
         for warning in warnings_of(recipe, machine.world_size):
             say(f"warning: {warning}")
+        police(active)
         with ending_together(recipe.output):
             opened = run.open_run(recipe, active, machine, checkpoints)
             try:

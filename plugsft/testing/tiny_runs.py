@@ -34,6 +34,7 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active, check
 from ..registry.discover import find
 from ..registry.load import resolve
+from ..start.guards import police
 
 RawRecipe: TypeAlias = dict[str, Any]
 """A recipe's tables, not yet checked."""
@@ -178,6 +179,7 @@ def train(
     """Train, perhaps from a checkpoint; return what was learned."""
     recipe, active = _resolve(raw, micro_batch)
     checkpoints = [checkpoint] if checkpoint else []
+    police(active, bundled=True)
     # A tiny model gains nothing from threads, and several runs share the cores.
     opened = run.open_run(recipe, active, replace(look(), cores=1), checkpoints)
     loop.train(opened)
