@@ -65,7 +65,6 @@ def make_plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=No
         targets=np.arange(count) + 1,
         columns={},
         plan_columns=dict,
-        weighted=lambda examples: examples,
         divisor=lambda examples: int((examples + 1).sum()),
         ensure_unchanged=lambda: None,
     )

@@ -80,9 +80,9 @@ def test_the_record_of_two_ranks_equals_counts_from_rows_and_metrics(tiny, tmp_p
     lengths = [len(tokenizer(row["text"], add_special_tokens=False).input_ids) for row in rows]
     counted = [n for n, row in zip(lengths, rows, strict=True) if row["weight"]]
     # The end of a text is a token too, and the first token is no target.
-    assert record["data"]["tokens"] == sum(lengths) + len(rows)
-    assert record["data"]["trained_tokens"] == sum(lengths)
-    p95 = np.percentile(np.array(lengths) + 1, 95)
+    assert record["data"]["tokens"] == sum(counted) + len(counted)
+    assert record["data"]["trained_tokens"] == sum(counted)
+    p95 = np.percentile(np.array(counted) + 1, 95)
     assert record["data"]["lengths"]["p95"] == pytest.approx(p95)
     assert sorted(one["count"] for one in record["data"]["bad_rows"].values()) == [1, 2]
     assert sum(step["tokens"] for step in steps) == 2 * (sum(counted) + len(counted))

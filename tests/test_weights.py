@@ -56,7 +56,7 @@ def test_the_loss_is_that_of_a_plain_computation_in_every_layout(tiny, tmp_path)
         )
         result = run_ranks(ranks, recipe)
         assert result.returncode == 0, result.stderr
-        assert "data: examples have weights from 0 to 3, 0.96875 on average" in result.stdout
+        assert "data: examples have weights from 0.25 to 3, 1.29167 on average" in result.stdout
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         steps[name] = [json.loads(line) for line in lines]
     for name in ("small", "packed"):
@@ -112,13 +112,13 @@ def test_rows_without_a_weight_count_1_whatever_else_their_source_holds(tmp_path
         [text_row(n) for n in range(3)],
     ]
     tokens = prepare_rows(tmp_path, [*parts, [text_row(1), text_row(2), text_row(3, weight=0)]], {})
-    assert tokens.columns["weight"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1, 0]
-    numbers = np.array([0, 8, 3])
-    assert tokens.weights(numbers).tolist() == [2, 0, 1]
+    assert tokens.columns["weight"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    numbers = np.array([0, 3])
+    assert tokens.weights(numbers).tolist() == [2, 1]
     assert tokens.divisor(numbers) == 2 * tokens.targets[0] + tokens.targets[3]
     parts = [[text_row(n, importance=n) for n in range(3)], [text_row(n) for n in range(3)]]
     tokens = prepare_rows(tmp_path / "named", parts, {}, columns={"weight": "importance"})
-    assert tokens.columns["weight"].tolist() == [0, 1, 2, 1, 1, 1]
+    assert tokens.columns["weight"].tolist() == [1, 2, 1, 1, 1]
     assert "weight" not in prepare_rows(tmp_path / "none", [[text_row(1)]], {}).columns
     assert not prepare_rows(
         tmp_path / "none", [[text_row(1, weight=3)]], {}, ignore=["weight"]
@@ -153,21 +153,20 @@ def test_other_names_of_weights_are_refused_with_the_cure(tmp_path):
         prepare_rows(tmp_path, [[text_row(1, sample_weight=2)]], {})
 
 
-def test_a_step_of_weight_0_is_refused_before_training(tiny, tmp_path):
+def test_rows_of_weight_0_are_left_out_and_counted(tiny, tmp_path):
     rows = [text_row("x" * n, weight=int(n > 2)) for n in range(6)]
-    recipe = tiny(rows, train={"batch_size": 2, "micro_batch": 1, "epochs": 40})
-    result = run_plugsft(recipe)
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert "all its examples have the weight 0, so it has no loss; leave rows" in line
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-    # In evaluation only the sum over all steps must not be 0.
-    write_jsonl(tmp_path / "eval.jsonl", rows)
-    good = tiny([text_row(n) for n in range(6)], eval={"source": str(tmp_path / "eval.jsonl")})
-    must_succeed(good, "train.batch_size=1", "train.micro_batch=1", "train.steps=1")
-    write_jsonl(tmp_path / "eval.jsonl", [text_row(n, weight=0) for n in range(6)])
-    result = run_plugsft(good, "--overwrite")
-    assert result.returncode == 2 and "all 6 examples have the weight 0" in result.stderr
+    recipe = tiny(rows, train={"batch_size": 2, "micro_batch": 1})
+    shown = must_succeed(recipe).stdout
+    assert "data: 3 examples of 6 rows" in shown and "3 rows left out" in shown
+    assert "warning: data: lines 1, 2, 3: weight 0; left out" in shown
+    plain = tiny(rows[3:], train={"batch_size": 2, "micro_batch": 1})
+    must_succeed(plain, f"output={tmp_path / 'plain'}", f"model.tokenizer={tmp_path / 'run/model'}")
+    [ours, theirs] = (
+        [line["loss"] for line in read_metrics(tmp_path / n)] for n in ("run", "plain")
+    )
+    assert ours == theirs
+    nothing = run_plugsft(tiny([text_row(n, weight=0) for n in range(6)]), "--overwrite")
+    assert nothing.returncode == 2 and "weight 0" in nothing.stderr
 
 
 OWN = """
@@ -310,7 +309,7 @@ def test_a_pair_s_weight_multiplies_its_loss(tiny, tmp_path):
         ids, mask = ids[:length].long(), mask[1:length]
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]
-        weight = rows[number]["weight"]
+        weight = rows[tokens.rows[number]]["weight"]
         nll += weight * float(cross_entropy(logits[mask], ids[1:][mask]))
         divisor += weight
     assert steps["one"][0]["loss"] == pytest.approx(nll / divisor + math.log(2), rel=1e-5)

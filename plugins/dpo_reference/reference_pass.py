@@ -152,8 +152,7 @@ class ReferencePass:
         """Compute random pairs again; stop if they differ from the stored ones."""
         drawn = torch.zeros(self.plugin.probes, device=self.device, dtype=torch.float64)
         if self.ranks.rank == 0:
-            weighted = self.tokens.weighted(np.arange(len(self.tokens)))
-            numbers = np.random.default_rng().choice(weighted, self.plugin.probes)
+            numbers = np.random.default_rng().choice(len(self.tokens), self.plugin.probes)
             drawn += torch.from_numpy(numbers).to(drawn)
         relative, absolute = TOLERANCE[self.model.exact]
         for number in self.ranks.reduce(drawn).cpu().numpy().astype(np.int64):

@@ -14,7 +14,6 @@ from ..base.errors import DataError, PluginError
 from ..base.types import Ints, Layout, Layouts, StepPlan
 from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
-from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
 
 
@@ -67,8 +66,6 @@ class Plan:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         train = recipe.train
         self.steps = self.per_epoch if evaluates else train.steps or train.epochs * self.per_epoch
-        if not evaluates and not tokens.columns.get(WEIGHT, np.ones(1)).all():
-            self._ensure_divisors()
 
     def describe_step(self) -> str:
         """Describe the size of a step: "16 examples"."""
@@ -79,9 +76,8 @@ class Plan:
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
-        laid_out = self._epoch(epoch).layouts[number]
-        self._ensure_rows_fit(laid_out)
-        layout = [list(map(self.tokens.weighted, rank)) for rank in laid_out]
+        layout = self._epoch(epoch).layouts[number]
+        self._ensure_rows_fit(layout)
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
         rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
         examples = np.concatenate(rank_examples)
@@ -125,16 +121,6 @@ class Plan:
             "the order of examples": digest(step_one)[:8],
             "the columns of examples": digest(columns)[:8],
         }
-
-    def _ensure_divisors(self) -> None:
-        """Refuse weights that leave a step without a loss."""
-        for step in range(1, self.steps + 1):
-            plan = self.plan_step(step)
-            if not plan.denominator:
-                raise DataError(
-                    f"step {step}: all its examples have the weight 0, so it has no loss; leave "
-                    "rows of weight 0 out, or raise train.batch_size"
-                )
 
     def _epoch(self, epoch: int) -> Epoch:
         """Plan an epoch, unless that is done; keep the one before, whose steps may still come."""

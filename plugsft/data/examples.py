@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..base.types import Encoded, Ints, Rendered, Shard, Span
 from ..recipe.tables import Data
+from ..tokens.schema import WEIGHT
 from ..tokens.shards import Examples, count_true, offsets_of, places_of, shared_prefix
 from ..tokens.tokenizer import num_bytes
 from .row_names import counted
@@ -15,6 +16,7 @@ Mask = NDArray[np.bool_]
 """A boolean for each token, text or example."""
 TRUNCATED = "no trained token, or two equal answers, within data.max_length; left out"
 """Warning of rows, or of turns, that are cut before what they teach."""
+WEIGHTLESS = "weight 0; left out"
 
 
 def trained_mask(encoded: Encoded, rendered: Rendered) -> Mask:
@@ -117,6 +119,12 @@ def make_examples(
     else:
         kept = trained & ~too_long
         shard.too_long += rows[too_long].tolist()
+    weights = rendered.columns.get(WEIGHT)
+    if weights is not None:  # a product with 0 would be nan where a loss is infinite
+        counts = np.asarray(weights)[rendered_rows] != 0
+        if ignored := np.unique(rows[kept & ~counts]).tolist():
+            shard.warnings[WEIGHTLESS] = counted(ignored)
+        kept = kept & counts
     kept_texts = np.repeat(kept, num_texts)
     lengths = np.add.reduceat(kept_counts, first_texts)[kept]
     _, first_examples = np.unique(rows[kept], return_index=True)

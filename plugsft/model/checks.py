@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..base.errors import DataError, RecipeError
+from ..base.errors import RecipeError
 from ..base.machine import Machine
 from ..hooks import is_core
 from ..recipe.tables import Recipe
@@ -21,13 +21,9 @@ def ensure_trainable(
 
 
 def ensure_example_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
-    """Refuse weights of examples that the loss would ignore, or that are all 0."""
+    """Refuse weights of examples that the loss would ignore."""
     weights = tokens.columns.get(WEIGHT)
-    if weights is None:
-        return
-    if not weights.any():
-        raise DataError(f"all {len(weights):,} examples have the weight 0; raise some")
-    if (weights[weights > 0] == 1).all():  # those of weight 0 reach no loss
+    if weights is None or (weights == 1).all():
         return
     providers = [capability.plugin for capability in recipe.providers("weighted_examples")]
     for name in active.answering("step"):

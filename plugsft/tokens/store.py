@@ -117,10 +117,6 @@ class Tokens:
             return np.ones(len(examples), np.float32)
         return weights[examples].astype(np.float32)
 
-    def weighted(self, examples: Ints) -> Ints:
-        """Leave out examples of weight 0, which no step computes: 0 x inf is NaN."""
-        return examples[self.weights(examples) > 0] if WEIGHT in self.columns else examples
-
     def divisor(self, examples: "Ints | slice" = slice(None)) -> float:
         """Add up weight x denominator of examples: the divisor of their loss."""
         denominators, weights = self.denominators[examples], self.columns.get(WEIGHT)
