@@ -13,7 +13,7 @@ from plugsft.data import prepare
 from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import Active
 from plugsft.registry.load import load, resolve
-from plugsft.start.guards import OrderGuard
+from plugsft.start.guards import Guard
 
 
 def many_slices(folder, count):
@@ -69,5 +69,6 @@ def make_plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=No
         ensure_unchanged=lambda: None,
     )
     active = Active({}, {})
-    active.guards = [OrderGuard(active.hooks)]
+    guard = Guard(active.hooks)
+    active.guard = SimpleNamespace(order_examples=guard.order_examples)
     return Plan(tokens, recipe, ranks, active.attach(core or BatchDefaults()).hooks)

@@ -145,7 +145,9 @@ class Run:
             keeper = optimizers.Keeper()
             keeper.made = self.state.optimizer
             active = Active({"keeper": keeper}, {}).attach()
-        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, 10, Contents())
+        contents = Contents()
+        contents.read_weights({})
+        self.checkpoints = Checkpoints(recipe, active, accelerator, self.state, 100, 10, contents)
 
     def train(self, steps):
         for step in steps:

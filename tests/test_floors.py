@@ -61,11 +61,11 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
     "commands": 13_555, "data": 19_161, "lab": 10_748, "ranks": 8_438, "model": 10_013,
-    "start": 3_786, "export": 5_543, "checkpoint": 5_779, "audit": 6_626,
+    "start": 3_742, "export": 5_543, "checkpoint": 5_736, "audit": 6_626,
     "output": 6_747, "tokens": 4_205, "base": 5_304, "modules beside the rooms": 4_997,
-    "api": 3_526, "recipe": 4_431, "registry": 4_039, "batches": 1_185, "testing": 2_349,
+    "api": 3_526, "recipe": 4_431, "registry": 3_983, "batches": 1_185, "testing": 2_349,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 120_432, 44_269, 60_040
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 120_289, 44_269, 59_983
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,9 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import reason_of
-from ..model.published import taken_out
 from ..model.same_base import WEIGHTS, read_settings, settings_of, weights_digest
-from ..ranks.agree import from_main
 from ..ranks.precision import dtypes_of
 from ..registry.active import Active, options_of
 
@@ -45,27 +43,24 @@ class Contents:
     """What may change, with a warning: versions, and the code of plugins that are not bundled."""
     evaluation: str = ""
     """The checksum of the tokens of the evaluation data."""
-    weights: dict[str, Future[str]] = field(default_factory=dict)
+    weights: Future[dict[str, str]] = field(default_factory=Future)
     """On the main process: checksums of weights, which are computed in the background."""
 
-    def read_weights(self, name: str, path: str, revision: str | None) -> None:
-        """Begin to read the files of a model's weights."""
-        result = self.weights[name] = Future[str]()
-
-        def work() -> None:
+    def read_weights(self, models: Mapping[str, tuple[str, str | None]]) -> None:
+        """Read the files of the weights of models."""
+        found = {}
+        for name, model in models.items():
             try:
-                result.set_result(weights_digest(path, revision))
+                found[name] = weights_digest(*model)
             except Exception as error:  # they may be moved once the model is loaded
                 say(f"warning: {name} cannot be compared at a resume: {reason_of(error)}")
-                result.set_result("")
-
-        Thread(target=work, daemon=True).start()
+                found[name] = ""
+        self.weights.set_result(found)
 
     def described(self) -> dict[str, Any]:
-        """Return what a checkpoint stores; waits for the checksums of weights."""
-        weights = {name: result.result() for name, result in self.weights.items()}
+        """Return what a checkpoint stores; the main process alone, which waits for checksums."""
         return {
-            "checksums": self.checksums | weights,
+            "checksums": self.checksums | self.weights.result(),
             "settings": self.settings,
             "noted": self.noted,
         }
@@ -73,8 +68,17 @@ class Contents:
 
 def contents_of(run: Run) -> Contents:
     """Describe what a run learns from; the main process begins to read weights."""
-    recipe, load, tokens = run.recipe, run.loaded.load, run.tokens
+    load, tokens = run.loaded.load, run.tokens
     base = load.path, load.kwargs.get("revision")
+    models = {WEIGHTS: base}
+    settings = settings_of(*base)
+    settings["the class of the model"] = load.kept.published
+    dtypes = dtypes_of(run.accelerator, run.weights, run.optimizer)
+    settings["the number type of computing"] = dtypes["compute"]
+    reference = run.recipe.provides("reference_model")
+    if reference and reference.value:
+        models["the weights of the reference"] = reference.value, None
+        settings |= settings_of(reference.value, None, "the reference's config.json")
     contents = Contents(
         {
             "the tokens of the training data": tokens.facts["index"],
@@ -82,37 +86,23 @@ def contents_of(run: Run) -> Contents:
             "the chat template": digest({"template": run.tokenizer.chat_template}),
             "the Python files of the model": digest(code_of(run.weights.plain)),
         },
-        settings_of(*base),
+        settings,
         run.facts["versions"] | noted_of_plugins(run.active),
     )
+    contents.noted[GENERATION_CONFIG_NAME] = digest(read_settings(*base, GENERATION_CONFIG_NAME))
     if run.evaluation_tokens:
         contents.evaluation = run.evaluation_tokens.facts["index"]
-    dtypes = dtypes_of(run.accelerator, run.weights, run.optimizer)
-    contents.settings["the number type of computing"] = dtypes["compute"]
-    if taken_out(run.weights.plain):
-        contents.settings["the class of the model"] = load.kept.published
-    generation = read_settings(*base, GENERATION_CONFIG_NAME)
-    contents.noted[GENERATION_CONFIG_NAME] = digest(generation)
-    read = {WEIGHTS: base}
-    reference = recipe.provides("reference_model")
-    if reference and (path := reference.value):
-        contents.settings |= settings_of(path, None, "the reference's config.json")
-        read["the weights of the reference"] = path, None
     if run.is_main:
-        for name, (path, revision) in read.items():
-            contents.read_weights(name, path, revision)
+        Thread(target=contents.read_weights, args=(models,), daemon=True).start()
     return contents
 
 
 def code_of(model: Any) -> dict[str, str]:
     """Return the checksums of the Python files that came with a model."""
     # Of all parts: adapters stand around the model.
-    modules = {one.__module__ for part in model.modules() for one in type(part).__mro__}
-    folders = {
-        Path(str(sys.modules[name].__file__)).parent
-        for name in modules
-        if name.startswith(REMOTE_CODE)
-    }
+    classes = {one for part in model.modules() for one in type(part).__mro__}
+    own = (one for one in classes if one.__module__.startswith(REMOTE_CODE))
+    folders = {Path(inspect.getfile(one)).parent for one in own}
     return {file.name: file_digest(file) for folder in folders for file in folder.glob("*.py")}
 
 
@@ -124,9 +114,3 @@ def noted_of_plugins(active: Active) -> dict[str, str]:
             noted[f"the code of plugin {name}"] = active.source_digest(name)
             noted[f"the options of plugin {name}"] = digest(options_of(plugin))
     return noted
-
-
-def same_for_all(contents: Contents) -> Mapping[str, Any]:
-    """Give each rank what the main process found; a collective."""
-    described: Mapping[str, Any] = from_main(contents.described())
-    return described

@@ -33,7 +33,7 @@ from ..hooks import with_plugins
 from ..ranks.agree import agreed, all_done, ensure_alike, from_main, gathered
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from .contents import Contents, same_for_all
+from .contents import Contents
 from .files import (
     Copies,
     ShardReader,
@@ -279,7 +279,7 @@ class Checkpoints:
         path = first_undamaged(checkpoints, (self._rank, self._ranks))
         if path is None:
             return {}
-        contents = same_for_all(self._contents)
+        contents = from_main(self._contents.described() if self._rank == 0 else None)
         with agreed(f"reading {path.name}"):
             state = ensure_same_run(path, self._recipe, self._active, contents)
             reader = ShardReader(path, self._rank, self._ranks)

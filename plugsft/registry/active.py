@@ -35,8 +35,8 @@ class Active:
         self.found = found
         self.declared_metrics: dict[str, list[str]] = {}
         """Plugin -> the names of its metrics."""
-        self.guards: Sequence[object] = ()
-        """Wrappers of stages that look at what plugins give."""
+        self.guard: object = None
+        """Wraps stages, to look at what plugins give."""
         self._manager = pluggy.PluginManager("plugsft")
         self._manager.add_hookspecs(Hooks)
         if os.environ.get("PLUGSFT_TRACE") == "1":
@@ -47,7 +47,7 @@ class Active:
         self.hooks = cast(Hooks, self._manager.hook)
 
     def attach(self, *answers: object) -> "Active":
-        """Register the core's answers, then the plugins in their order, then the guards.
+        """Register the core's answers, then the plugins in their order, then the guard.
 
         pluggy calls the last one first: a plugin answers before the core, and the last wrapper is
         outermost. So a plugin with after=["lora"] wraps `lora`.
@@ -57,9 +57,7 @@ class Active:
             self._manager.register(guarded(core, name), name)
         for name, plugin in self.plugins.items():
             self._manager.register(guarded(plugin, name), name)
-        for number, guard in enumerate(self.guards, len(answers)):
-            name = f"{CORE}{number}"
-            self._manager.register(guarded(guard, name), name)
+        self._manager.register(self.guard, f"{CORE}{len(answers)}")
         return self
 
     def notify(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:

@@ -61,7 +61,7 @@ def guarded(owner: Any, name: str) -> SimpleNamespace:
         if mark is not None:
             guard = _guard_wrapper if mark["wrapper"] else _guard_answer
             hooks[hook] = guard(getattr(owner, hook), name, hook)
-    return SimpleNamespace(**hooks)
+    return SimpleNamespace(name=name, **hooks)  # pluggy takes equal ones for the same plugin
 
 
 def _guard_answer(answer: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:

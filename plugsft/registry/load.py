@@ -68,11 +68,10 @@ def resolve(
                 f"{path}: plugins.{names[1]}: provides {capability}, and so does '{names[0]}': "
                 "remove one, or switch it off with --without"
             )
-    active = Active({name: created[name] for name in order(created)}, known)
-    active.declared_metrics, taken = declared_metrics(active.plugins, recipe)
-    problems += [f"{path}: {line}" for line in taken]
     if problems:
         raise RecipeError(problems)
+    active = Active({name: created[name] for name in order(created)}, known)
+    active.declared_metrics = declared_metrics(active.plugins, recipe, path)
     return recipe, active
 
 

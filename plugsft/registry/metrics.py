@@ -1,9 +1,10 @@
 """Metrics by name: plugins declare theirs, so that a recipe can name only those that will exist."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..base.errors import PluginError
+from ..base.errors import PluginError, RecipeError
 from ..recipe.tables import Recipe, short
 from .contracts import MOST_METRICS, contract_of
 
@@ -29,41 +30,30 @@ METRICS = {*OF_STEPS, *OF_FLOAT16, "step", "stop", "computed_tokens"}
 
 
 def declared_metrics(
-    plugins: Mapping[str, Any], recipe: Recipe
-) -> tuple[dict[str, list[str]], list[str]]:
-    """Return plugin -> the names of its metrics; and which of them are taken already."""
+    plugins: Mapping[str, Any], recipe: Recipe, path: str | Path
+) -> dict[str, list[str]]:
+    """Return plugin -> the names of its metrics; refuse names that are taken."""
     declared: dict[str, list[str]] = {}
-    owners: dict[str, str] = {}
+    owners = dict.fromkeys(METRICS, "plugsft")
     problems = []
     for name, plugin in plugins.items():
-        declared[name] = _names(plugin, recipe, name)
-        for metric in declared[name]:
-            if problem := _why_taken(metric, owners.setdefault(metric, name), name):
-                problems.append(f"plugins.{name}: its metric '{metric}' {problem}")
+        names = contract_of(plugin).metrics
+        if callable(names):
+            names = names(plugin, recipe)
+        if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
+            raise PluginError(f"plugin '{name}': metrics are {short(names)}; give a list of names")
+        declared[name] = [*names]
+        own = f"plugin '{name}'"
+        for metric in names:
+            is_of_evaluations = metric.startswith("eval_")
+            owner = "an evaluation" if is_of_evaluations else owners.setdefault(metric, own)
+            if owner != own:
+                problems.append(
+                    f"{path}: plugins.{name}: its metric '{metric}' has the name of a metric of "
+                    f"{owner}; rename it, or switch the plugin off with --without"
+                )
     if len(owners) > MOST_METRICS:
-        problems.append(f"plugins declare {len(owners)} metrics; they may have {MOST_METRICS}")
-    return declared, problems
-
-
-def _names(plugin: Any, recipe: Recipe, name: str) -> list[str]:
-    """The names that a plugin declares."""
-    names = contract_of(plugin).metrics
-    if callable(names):
-        names = names(plugin, recipe)
-    if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
-        raise PluginError(f"plugin '{name}': metrics are {short(names)}; give a list of names")
-    return list(names)
-
-
-def _why_taken(metric: str, owner: str, plugin: str) -> str:
-    """Say why a plugin's metric needs another name, or nothing."""
-    if metric in METRICS:
-        return "has the name of a metric of plugsft; rename it"
-    if metric.startswith("eval_"):
-        return "begins with 'eval_', which plugsft adds to metrics of an evaluation; rename it"
-    if owner != plugin:
-        return (
-            f"has the name of a metric of plugin '{owner}'; rename it, or switch one of them off "
-            "with --without"
-        )
-    return ""
+        problems.append(f"{path}: plugins have {len(owners)} metrics, of {MOST_METRICS} at most")
+    if problems:
+        raise RecipeError(problems)
+    return declared

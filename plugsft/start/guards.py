@@ -1,10 +1,12 @@
 """What plugins that are not bundled may give to the training, checked as it runs.
 
-The laws prove bundled plugins. For others, `police` puts a guard around each stage that they answer
-or wrap, outside of all plugins.
+The laws prove bundled plugins. For others, `police` guards the stages that they answer or wrap,
+outside of all plugins.
 """
 
 from collections.abc import Generator
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,38 +22,33 @@ from ..tokens.shards import offsets_of
 from ..tokens.store import Tokens
 
 Wrapper: TypeAlias = Generator[None, Any, Any]
+LONG = ("order_examples", "plan_batches", "collate")
+"""Stages whose guards look at each example."""
 
 
-class OrderGuard:
-    """Refuses an order that is no list of examples."""
+class Guard:
+    """Refuses what stages give, where no run could learn from it."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
 
     @hookimpl(wrapper=True)
     def order_examples(self, tokens: Tokens, epoch: int) -> Wrapper:
-        """Look at the numbers."""
+        """Refuse an order that is no list of examples."""
         order = yield
         where = with_plugins(self._hooks.order_examples)
         return ensure_examples(order, len(tokens.lengths), where, f"epoch {epoch}")
 
-
-class PlanGuard:
-    """Refuses layouts that do not have each example of the epoch's order once."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
     @hookimpl(wrapper=True)
     def plan_batches(self, order: Ints, lengths: Ints, ranks: int) -> Wrapper:
-        """Lay out the whole epoch before its first step."""
+        """Refuse layouts that do not have each example of the epoch's order once."""
         layouts = yield
         planner = with_plugins(self._hooks.plan_batches)
         guarded = GuardedLayouts(layouts, len(lengths), ranks, planner)
         counts = np.bincount(order, minlength=len(lengths))
         for step in guarded:
-            examples = np.concatenate([examples for rank in step for examples in rank])
-            np.subtract.at(counts, examples, 1)
+            for examples in chain(*step):
+                np.subtract.at(counts, examples, 1)
         repeated, lost = np.flatnonzero(counts < 0), np.flatnonzero(counts > 0)
         if repeated.size:
             raise PluginError(
@@ -65,6 +62,38 @@ class PlanGuard:
                 "'order_examples'"
             )
         return guarded
+
+    @hookimpl(wrapper=True)
+    def collate(self, tokens: Tokens, examples: Ints) -> Wrapper:
+        """Refuse a batch that trains other targets than its examples have, or at other tokens."""
+        batch: Batch = yield
+        maker = with_plugins(self._hooks.collate)
+        if not isinstance(batch.get("input_ids"), Tensor):
+            raise PluginError(f"{maker} gave a batch without the tensor 'input_ids'; add it")
+        if getattr(batch.get("labels"), "ndim", 0) == 2:
+            ensure_targets(batch, tokens, examples, maker)
+        elif (tokens.weights(examples) != 1).any():
+            raise PluginError(
+                f"{maker} gave no label for each token, so that the rows' weights cannot be "
+                'assigned to targets; data.ignore = ["weight"] trains without them'
+            )
+        return batch
+
+    @hookimpl(wrapper=True)
+    def step(self) -> Wrapper:
+        """Refuse a loss that is not one number, or from which no weight could learn."""
+        loss: Tensor = yield
+        hooks = self._hooks
+        makers = f"{with_plugins(hooks.step)}, with {with_plugins(hooks.token_nll)},"
+        if loss.numel() != 1:
+            raise PluginError(
+                f"{makers} gave no tensor of one number; it must give the micro-batch's loss"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise PluginError(
+                f"{makers} gave a loss that depends on no trained weight; detach nothing"
+            )
+        return loss
 
 
 class GuardedLayouts(Layouts):
@@ -92,67 +121,12 @@ class GuardedLayouts(Layouts):
         ]
 
 
-class BatchGuard:
-    """Refuses a batch that trains other targets than its examples have, or at other tokens."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    @hookimpl(wrapper=True)
-    def collate(self, tokens: Tokens, examples: Ints) -> Wrapper:
-        """Compare the targets with those of the examples."""
-        batch: Batch = yield
-        maker = with_plugins(self._hooks.collate)
-        if not isinstance(batch.get("input_ids"), Tensor):
-            raise PluginError(f"{maker} gave a batch without the tensor 'input_ids'; add it")
-        if getattr(batch.get("labels"), "ndim", 0) == 2:
-            ensure_targets(batch, tokens, examples, maker)
-        elif (tokens.weights(examples) != 1).any():
-            raise PluginError(
-                f"{maker} gave no label for each token, so that the rows' weights cannot be "
-                'assigned to targets; data.ignore = ["weight"] trains without them'
-            )
-        return batch
-
-
-class LossGuard:
-    """Refuses a loss that is not one number, or from which no weight could learn."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    @hookimpl(wrapper=True)
-    def step(self) -> Wrapper:
-        """Look at the loss."""
-        loss: Tensor = yield
-        hooks = self._hooks
-        makers = f"{with_plugins(hooks.step)}, with {with_plugins(hooks.token_nll)},"
-        if loss.numel() != 1:
-            raise PluginError(
-                f"{makers} gave no tensor of one number; it must give the micro-batch's loss"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise PluginError(
-                f"{makers} gave a loss that depends on no trained weight; detach nothing"
-            )
-        return loss
-
-
-GUARDS: dict[str, Any] = {
-    "order_examples": OrderGuard,
-    "plan_batches": PlanGuard,
-    "collate": BatchGuard,
-    "step": LossGuard,
-    "token_nll": LossGuard,
-}
-"""Hook of a plugin -> the guard of what comes of it."""
-
-
 def police(active: Active, bundled: bool = False) -> None:
-    """Guard the stages that other plugins than ours answer or wrap, or also those of `bundled`."""
-    names = [name for name in active.plugins if bundled or not active.is_bundled(name)]
-    guards = [guard for hook, guard in GUARDS.items() if {*active.having(hook)} & {*names}]
-    active.guards = [guard(active.hooks) for guard in dict.fromkeys(guards)]
+    """Guard `step`, and what other plugins than ours answer or wrap, or also those of `bundled`."""
+    names = {name for name in active.plugins if bundled or not active.is_bundled(name)}
+    stages = [hook for hook in LONG if names & {*active.having(hook)}]
+    guard = Guard(active.hooks)
+    active.guard = SimpleNamespace(**{stage: getattr(guard, stage) for stage in [*stages, "step"]})
 
 
 def ensure_examples(numbers: Any, count: int, where: str, place: str) -> Ints:
