@@ -13,28 +13,17 @@ from accelerate import Accelerator
 from .base.atomic import step_folder
 from .base.console import format_count, say
 from .base.errors import PluginError, Stopped
-from .base.machine import Machine
-from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .checkpoint.contents import contents_of
 from .checkpoint.final_model import save_model
 from .checkpoint.save import Checkpoints
 from .checkpoint.state import TrainState
-from .data.defaults import DataDefaults
-from .data.load_tokenizer import pad_id
-from .data.prepare import Prepared
-from .model.defaults import ModelDefaults
 from .model.published import taken_out
 from .model.schedule import long_warmup
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
 from .ranks.agree import Ranks, agreed, ending_together, is_known_to_all
-from .ranks.connect import (
-    prepare_gpu,
-    silence_libraries,
-    start_watch,
-    strategy_name,
-)
+from .ranks.connect import strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
@@ -48,25 +37,18 @@ from .stages import (
     connect_ranks,
     load_model,
     plan_steps,
-    prepare_data,
     save_scratch_model,
 )
 from .step_log import StepLog
+from .tokens.ends import pad_id
+from .tokens.store import Prepared
 
 
-def open_run(
-    recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path] = ()
-) -> "Run":
+def open_run(record: Record, data: Prepared, checkpoints: Sequence[Path] = ()) -> "Run":
     """Open a run at step 1, or after the first undamaged one of `checkpoints`."""
-    silence_libraries()
-    # Plugins that check the recipe ask the GPU, which starts CUDA.
-    prepare_gpu(recipe)
-    start_watch(machine)
-    record = Record(recipe, machine, active)
-    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
-    data = prepare_data(recipe, active, machine, checkpoints)
+    recipe, active = record.recipe, record.active
     scratch = save_scratch_model(recipe, data)
-    accelerator = connect_ranks(recipe, active, machine, data)
+    accelerator = connect_ranks(recipe, active, record.machine, data)
     loaded = load_model(recipe, active, accelerator, data, scratch)
     run = Run(recipe, active, record, accelerator, data.tokenizer, loaded)
     run.make_plan(data)

@@ -1,12 +1,9 @@
-"""The stages before step 1, in order: prepare, connect, load, plan.
+"""The stages between prepared data and step 1, in order: connect, load, plan.
 
-Each returns what the next ones need. Data are prepared before there is a process group, since that
-may take hours, and since transformers lets only rank 0 of a group save a model. Plugins see the
-run from the moment when its model is loaded (run.py); steps are planned after plugins have added
-columns that need the model.
+Each returns what the next ones need. Plugins see the run from the moment when its model is loaded
+(run.py); steps are planned after plugins have added columns that need the model.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +22,10 @@ from .base.machine import Machine
 from .batches.plan import Plan
 from .checkpoint.final_model import ensure_saveable
 from .checkpoint.save import ensure_one_output
-from .data.load_tokenizer import new_ids
-from .data.prepare import Prepared, day_of, prepare
-from .model.checks import ensure_example_weights, ensure_trainable
-from .model.config import ensure_ids_known
 from .model.load import ModelLoad, make_load, make_scratch_model
 from .model.schedule import Schedule
 from .ranks.agree import agreed, ensure_alike
-from .ranks.connect import connect, ensure_possible
+from .ranks.connect import connect
 from .ranks.load_batches import explain_out_of_memory_in_loading
 from .ranks.optimizer_checks import ensure_uses_settings
 from .ranks.same_inputs import SAME_INPUTS, compared_model, compared_recipe
@@ -46,7 +39,8 @@ from .ranks.sharding import (
 from .ranks.weights import Weights
 from .recipe.tables import Recipe
 from .registry.active import Active
-from .tokens.store import Tokens
+from .tokens.ends import new_ids
+from .tokens.store import Prepared, Tokens
 
 
 @dataclass(frozen=True)
@@ -58,23 +52,6 @@ class Loaded:
     module: Module
     optimizer: Any
     weights: Weights
-
-
-def prepare_data(
-    recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path]
-) -> Prepared:
-    """Check the recipe and the launch, and turn its rows into tokens.
-
-    A template with a date writes the day on which the run of the checkpoints began, or today.
-    """
-    ensure_possible(recipe, machine)
-    ensure_trainable(recipe, active, machine)
-    begun = checkpoints[0].resolve().parent.parent if checkpoints else None
-    data = prepare(recipe, active, day=day_of(begun))
-    ensure_ids_known(recipe, data.largest_id)
-    for tokens in filter(None, (data.tokens, data.evaluation)):
-        ensure_example_weights(recipe, active, tokens)
-    return data
 
 
 def connect_ranks(recipe: Recipe, active: Active, machine: Machine, data: Prepared) -> Accelerator:

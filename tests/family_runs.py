@@ -33,13 +33,14 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from plugsft import loop, run
+from plugsft import loop
 from plugsft.api import PlugsftError
 from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.model.load import ModelLoad
 from plugsft.registry.load import load
 from plugsft.start.before_run import find_checkpoints
+from plugsft.start.open import open_recipe
 
 SEEING = [family for family in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if sees(family)]
 FAMILIES = sorted({*DECODERS, *SEEING})
@@ -130,7 +131,7 @@ class Bench:
             tables["train"] = tables["train"] | {"micro_batch": 1}
         recipe, active = load(write_recipe(self.folder / "recipe.toml", tables))
         checkpoint = find_checkpoints(recipe, active, resume, None)
-        loop.train(run.open_run(recipe, active, look(), checkpoint))
+        loop.train(open_recipe(recipe, active, look(), checkpoint))
         return Path(tables["output"])
 
 

@@ -19,11 +19,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from plugsft.base.errors import PlugsftError
-from plugsft.data.load_tokenizer import stop_ids
 from plugsft.export import chat as talk
 from plugsft.export.answers import Answers
 from plugsft.export.folder import model_folder
 from plugsft.output.folder import LOCK
+from plugsft.tokens.ends import stop_ids
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,8 @@ def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
     assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
     what = [line.split()[0] for line in found.ok]
     assert what == [
-        *["recipe", "plugins", "paths", "model", "data", "tokenizer", "rows", "eval", "rows"],
-        *["ranks", "steps", "batches", "checkpoints", "schedule", "output", "disk"],
+        *["recipe", "paths", "output", "plugins", "model", "data", "tokenizer", "rows", "eval"],
+        *["rows", "ranks", "steps", "batches", "checkpoints", "schedule", "disk"],
     ]
     assert not (tmp_path / "run").exists()
 
@@ -108,7 +108,7 @@ def test_problems_of_all_stages_come_together(tiny, tmp_path, check):
     assert "no 'messages'" in text and "line 22: " in text
     assert "nothing.jsonl: no such file" in text
     assert f"{tmp_path / 'file'} is no folder to write to" in text
-    assert [line.split()[0] for line in found.fail] == ["paths", "model", "rows", "output"]
+    assert [line.split()[0] for line in found.fail] == ["paths", "output", "model", "rows"]
     assert not {line.split()[0] for line in found.fail} & {line.split()[0] for line in found.ok}
     assert "ready" not in found.lines[-1]
     done = run_plugsft("check", path)

@@ -16,9 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from plugsft.data.load_tokenizer import data_tokenizer, end_generation, load_tokenizer
+from plugsft.data.load_tokenizer import data_tokenizer, load_tokenizer
 from plugsft.export import chat
 from plugsft.recipe.tables import Model
+from plugsft.tokens.ends import end_generation
 
 # A template of each family, and the token that ends an assistant's turn in it.
 ENDS = {

@@ -9,9 +9,10 @@ from conftest import chats, must_succeed, read_metrics, read_record, run_plugsft
 from plugin_packages import activate, install, tables_with
 
 from plugsft.base.errors import PluginError, RecipeError
+from plugsft.base.machine import look
 from plugsft.registry.load import load, resolve
 from plugsft.registry.metrics import METRICS
-from plugsft.start.before_run import ensure_metrics_exist
+from plugsft.start.checks import Case, check_metrics
 
 MEASURES = """
     import torch
@@ -135,10 +136,10 @@ def test_only_a_metric_that_will_exist_may_be_watched(company, words, says):
     if "no eval" in words:
         recipe = recipe.model_copy(update={"eval": None})
     if not says:
-        ensure_metrics_exist(recipe, active)
+        check_metrics(Case(recipe, active, look()))
         return
     with pytest.raises(RecipeError) as caught:
-        ensure_metrics_exist(recipe, active)
+        check_metrics(Case(recipe, active, look()))
     [problem] = caught.value.problems
     assert says in problem
 

@@ -73,7 +73,7 @@ def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
         ([recipe, "data.max_length=9999"], "the model's context is 256 tokens"),
         ([recipe, f"data.source={bad}"], "no format has these columns"),
         ([recipe, "train.schedule_options={a=1}"], "schedule_options"),
-        ([other], "no causal language model could be loaded"),
+        ([other], "model.safetensors: cannot be read"),
     ):
         result = run_plugsft(*words, "--overwrite")
         assert result.returncode == 2 and says in result.stderr, result.stderr

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.load_tokenizer import pad_id
 from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.load import resolve
 from plugsft.run import save_scratch_model
+from plugsft.tokens.ends import pad_id
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -30,7 +30,8 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import ROLES
 from plugsft.data.prepare import key_of
 from plugsft.registry.load import load, resolve
-from plugsft.stages import prepare_data
+from plugsft.start.checks import Case
+from plugsft.start.open import prepare_data
 from plugsft.tokens.schema import FORMAT
 from plugsft.tokens.store import Tokens
 
@@ -532,7 +533,7 @@ def test_a_run_from_step_1_writes_the_day_of_its_own_start(tiny, tmp_path):
     for checkpoints in ([tmp_path / "run/checkpoints/step-000001"], []):
         recipe, active = load(path)
         active.attach(DataDefaults(recipe.folder))
-        tokens = prepare_data(recipe, active, look(), checkpoints).tokens
+        tokens = prepare_data(Case(recipe, active, look()), checkpoints).tokens
         days.append(day_in({"data": tokens.facts}))
     assert days[0] == "2001-02-03" < days[1]
     must_succeed(path, "--overwrite")

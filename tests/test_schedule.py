@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from plugsft.lab.trials import trials
 from plugsft.model.schedule import Schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
-from plugsft.start.before_run import ensure_schedule
+from plugsft.start.checks import check_schedule
 
 
 def optimizer():
@@ -115,13 +116,13 @@ def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
 def test_options_that_a_schedule_does_not_take_are_refused(name, options, says):
     train = Train(batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options)
     with pytest.raises(RecipeError, match=r"train\.schedule_options.*" + re.escape(says)):
-        ensure_schedule(train)
+        check_schedule(SimpleNamespace(recipe=SimpleNamespace(train=train)))
 
 
 def test_a_warm_up_that_a_schedule_would_ignore_is_refused():
     train = Train(batch_size=1, learning_rate=0.5, schedule="constant", warmup=0.1)
     with pytest.raises(RecipeError, match=r"train\.warmup: given 0\.1.*constant_with_warmup"):
-        ensure_schedule(train)
+        check_schedule(SimpleNamespace(recipe=SimpleNamespace(train=train)))
 
 
 def test_a_run_warns_of_a_warm_up_that_takes_all_of_it(tiny):

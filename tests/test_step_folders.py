@@ -25,7 +25,7 @@ from plugsft.base.machine import look
 from plugsft.checkpoint.same_run import STATE
 from plugsft.output.folder import newest_checkpoint
 from plugsft.registry.load import load
-from plugsft.run import open_run
+from plugsft.start.open import open_recipe
 
 # What users, other tools and file managers make of our names.
 COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]
@@ -155,7 +155,7 @@ def test_checkpoints_of_later_steps_are_an_earlier_runs_and_do_not_count(tiny, t
     must_succeed(path)
     recipe, active = load(path, ["checkpoint.keep=2"])
     folder = recipe.folder / "checkpoints"
-    opened = open_run(recipe, active, look(), [step_folder(folder, 4)])
+    opened = open_recipe(recipe, active, look(), [step_folder(folder, 4)])
     opened.checkpoints.save(6)
     opened.checkpoints._thread.shutdown()  # it removes the oldest ones
     assert [parse_step(path) for path in list_checkpoints(folder)] == [4, 6, 8, 10, 12]

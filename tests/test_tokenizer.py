@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from plugsft import RecipeError
 from plugsft.data.chat import CHATML
 from plugsft.data.jsonl import RowList
-from plugsft.data.load_tokenizer import SPECIAL, load_tokenizer, pad_id, train_tokenizer
+from plugsft.data.load_tokenizer import SPECIAL, load_tokenizer, train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.recipe.tables import Data, Model
+from plugsft.tokens.ends import pad_id
 from plugsft.tokens.tokenizer import lighten
 
 

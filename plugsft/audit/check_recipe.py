@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from rich.text import Text
-from safetensors import safe_open
 
 from ..base.console import format_count, out
-from ..base.errors import DataError, LaunchError, PlugsftError, RecipeError, reason_of
+from ..base.errors import DataError, LaunchError, PlugsftError, RecipeError
 from ..base.machine import Machine, look
 from ..base.types import Ints, Layouts
 from ..batches.defaults import BatchDefaults
@@ -25,17 +24,13 @@ from ..data.prepare import TOKEN_HOOKS, data_warnings, open_data, open_named_tok
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
-from ..model.checks import ensure_example_weights
-from ..model.config import ensure_ids_known, ensure_model_fits
 from ..model.schedule import ScheduleDefaults, factors_of, long_warmup
-from ..output.disk_space import ensure_room, parameters
-from ..output.folder import describe_results, ensure_ours, wrong_inputs
-from ..ranks.launcher import ensure_environment
+from ..output.disk_space import ensure_room
+from ..output.folder import describe_results
 from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
-from ..registry import active as registry
 from ..registry.active import Active
-from ..start.before_run import ensure_metrics_exist, ensure_schedule
+from ..start.checks import CHECKS, Case, Needs, ensure
 from ..start.launch_file import default_launch_file, ensure_launch_file
 from ..start.train import warnings_of
 from .rows import audit
@@ -67,6 +62,14 @@ class Findings:
     ok = partialmethod(line, "ok")
     warn = partialmethod(line, "warn")
 
+    def make(self, case: Case, *needs: Needs) -> None:
+        """Make the checks that need this, each by itself."""
+        for check in CHECKS:
+            if check.needs in needs:
+                with self.about(check.subject):
+                    if said := check.make(case):
+                        self.ok(check.subject, said)
+
     @contextmanager
     def about(self, subject: str) -> Iterator[None]:
         """Collect errors of the body, so that the checks go on."""
@@ -94,37 +97,18 @@ def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) 
 def _check(
     findings: Findings, recipe: Recipe, active: Active, path: Path, machine: Machine
 ) -> None:
-    train = recipe.train
     findings.ok("recipe", f"{path}: all keys and values are valid")
-    with findings.about("launch"):
-        ensure_environment(recipe)
+    case = Case(recipe, active, machine, path)
+    wrong, train = case.wrong_inputs, recipe.train
+    findings.make(case, "nothing", "launcher", "plugins")
+    if recipe.model.path not in wrong:
+        findings.make(case, "model", "weights")
     try:
         ensure_launch_file(default_launch_file(), recipe)
     except LaunchError as error:
         findings.warn("launch", f"`plugsft launch` would be refused: {error}")
-    with findings.about("plugins"):
-        registry.check(active, recipe, machine)
-        findings.ok("plugins", ", ".join(active.plugins) or "none")
-    with findings.about("metrics"):
-        ensure_metrics_exist(recipe, active)
-    wrong = wrong_inputs(recipe, path)
-    with findings.about("paths"):
-        if wrong:
-            raise RecipeError([*wrong.values()])
-        findings.ok("paths", f"relative to {Path.cwd()}")
-    if recipe.model.path not in wrong:
-        with findings.about("model"):
-            ensure_model_fits(recipe)
-            _ensure_whole_weights(recipe.model)
-            new = recipe.model.scratch
-            if not new:
-                # Only the model's class knows its tensors, and that imports torch.
-                from ..model.for_plugins import ensure_tensors_known
-
-                ensure_tensors_known(recipe)
-            name = f"new, at most {parameters(new):,} parameters" if new else recipe.model.path
-            limit = f"max_length {recipe.data.max_length:,} fits its context"
-            findings.ok("model", f"{name}; {limit}")
+    if left := describe_results(recipe.folder):
+        findings.warn("output", f"{recipe.output} holds {left}")
     if recipe.loses_small_steps:
         findings.warn("model", LOSSY)
     if recipe.model.dtype == "bfloat16" and (name := gpu_without_bfloat16(recipe)):
@@ -143,33 +127,15 @@ def _check(
         with findings.about("steps"):
             steps, per_epoch = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
-        ensure_schedule(train)
         factors_of(active.hooks.schedule(train=train, steps=steps), steps)
         schedule = " and ".join(active.having("schedule")) or train.schedule
         findings.ok("schedule", f"{schedule}, peak {train.learning_rate:g}")
-    with findings.about("output"):
-        _output(findings, recipe)
     with findings.about("disk"):
         every = recipe.checkpoint.interval(steps, per_epoch)
         written = -(-steps // every) if every else 1
         # The oldest checkpoint is removed once a new one is complete.
         kept = min(written, recipe.checkpoint.keep + 1)
         findings.ok("disk", ensure_room(recipe, active, True, kept, tokens))
-
-
-def _ensure_whole_weights(model: Model) -> None:
-    """Refuse a folder without weights or with a truncated file; only reads headers."""
-    folder = Path(model.path or "")
-    if not model.path or not folder.is_dir():
-        return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RecipeError(f"model.path: '{folder}' holds no weights (*.safetensors)")
-    for file in files:
-        try:
-            safe_open(file, framework="np")
-        except Exception as error:  # safetensors raises its own errors and the system's
-            raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
 
 
 def gpu_without_bfloat16(recipe: Recipe) -> str | None:
@@ -233,7 +199,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedCo
     """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
         tokens = open_named_tokens(recipe, open_data(recipe, active), active)
-        ensure_ids_known(recipe, tokens.facts["largest_id"])
+        ensure(Case(recipe, active, look(), tokens=tokens), "tokens")
         findings.ok("data", summarize(tokens.facts, "already prepared"))
         for warning in data_warnings(tokens.facts):
             findings.warn("data", warning)
@@ -274,8 +240,7 @@ def _rows(
     sample, shard = result.sample, result.sample.shard
     for warning in result.warnings:
         findings.warn("rows", f"{result.name}: {warning}")
-    ensure_ids_known(recipe, shard.largest)
-    ensure_example_weights(recipe, active, sample.tokens)
+    ensure(Case(recipe, active, look(), tokens=sample.tokens), "tokens")
     if result.errors:
         raise DataError("\n".join(f"{result.name}: {error}" for error in result.errors))
     findings.ok(
@@ -343,19 +308,6 @@ def _steps(
     for warning in filter(None, (long_warmup(train, steps), small_data(train, examples))):
         findings.warn("steps", warning)
     return steps, per_epoch
-
-
-def _output(findings: Findings, recipe: Recipe) -> None:
-    """Check that the output folder can be written."""
-    folder = recipe.folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise RecipeError(f"output: {existing} is no folder to write to; name another folder")
-    ensure_ours(recipe.folder)
-    if left := describe_results(recipe.folder):
-        findings.warn("output", f"{recipe.output} holds {left}")
-    else:
-        findings.ok("output", recipe.output)
 
 
 def _batches(findings: Findings, recipe: Recipe, layouts: Layouts, lengths: Ints) -> None:

@@ -27,11 +27,11 @@ from ..data.sample import make_work, sample_rows
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, ensure_columns, open_source
 from ..hooks import DATA
-from ..model.checks import ensure_trainable
 from ..output.folder import ensure_page
 from ..output.report import fill_page
 from ..recipe.tables import Recipe
 from ..registry.active import Active
+from ..start.checks import Case, ensure
 from .rows import Audit, audit, choose_ranges, histogram
 
 BAR = 40
@@ -263,7 +263,7 @@ def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, l
     active.attach(DataDefaults(recipe.folder))
     with TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         # Only the data hooks: the training may be for another machine.
-        ensure_trainable(recipe, active, look(), DATA)
+        ensure(Case(recipe, active, look(), hooks=DATA), "plugins", "model")
         opened = [open_source(source) for source in recipe.data.all_sources()]
         ensure_columns(recipe.data, opened)
         yield make_work(recipe, active, opened, Path(folder)), opened

@@ -9,7 +9,7 @@ its slice is free for the others. When all shards are there, one process publish
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
@@ -19,15 +19,15 @@ from ..base.errors import DataError, RecipeError
 from ..base.machine import look
 from ..base.types import Shard, Slice
 from ..data.defaults import DataDefaults
-from ..data.prepare import Prepared, prepare
+from ..data.prepare import prepare
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource
 from ..hooks import DATA
-from ..model.checks import ensure_trainable
-from ..model.config import ensure_ids_known
 from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
 from ..registry.active import Active
+from ..start.checks import Case, ensure
+from ..tokens.store import Prepared
 
 FAILED = ".failed"
 """File in the shared folder that names the bad rows; it ends all members."""
@@ -151,9 +151,11 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
         )
     active.attach(DataDefaults(recipe.folder))
     # Only the data hooks: the data may be for another machine.
-    ensure_trainable(recipe, active, look(), DATA)
+    case = Case(recipe, active, look(), hooks=DATA)
+    ensure(case, "plugins", "model")
     data = prepare(recipe, active, share_slices)
-    ensure_ids_known(recipe, data.largest_id)
+    for tokens in filter(None, (data.tokens, data.evaluation)):
+        ensure(replace(case, tokens=tokens), "tokens")
     for name, summary in active.summaries(DATA).items():
         if summary != "active":
             say(f"plugin {name}: {summary}")

@@ -22,9 +22,9 @@ from ..data.row_names import CURE_LONG, cure_bad, describe_warnings, name_rows
 from ..data.sample import Sample, sample_ranges
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, read_lead_row
-from ..data.turns import ASK
 from ..recipe.tables import Data
 from ..registry.active import Active
+from ..tokens.ends import ASK
 
 SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""

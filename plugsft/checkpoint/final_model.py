@@ -13,7 +13,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..base.atomic import publish
 from ..base.errors import CheckpointError, RecipeError
-from ..data.load_tokenizer import end_generation
 from ..hooks import Run
 from ..model.load import persistent_buffers
 from ..model.published import meta_copy, set_dtype
@@ -22,6 +21,7 @@ from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import WeightFiles, find_weight_files, group_tensors
 from ..ranks.agree import agreed
 from ..recipe.capabilities import Capability
+from ..tokens.ends import end_generation
 
 
 def ensure_saveable(model: Any) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 from ..base.errors import DataError, reason_of
 from ..base.types import Row
 from ..recipe.tables import Data
+from ..tokens.ends import ANSWER, ASK
 from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Conversation, Parts
 from .jinja import compile_template
 from .outlines import ChatExamples, Outlines
 from .turns import (
-    ASK,
     TAG,
     Refused,
     TurnFinder,
@@ -42,7 +42,6 @@ THINKING: tuple[tuple[str, Any], ...] = (
     ("reasoning_effort", "high"),
 )
 """Variables by which templates let a model think."""
-ANSWER: Row = {"role": "assistant", "content": "!answer!"}
 
 
 class Chat:

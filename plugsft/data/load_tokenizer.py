@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,10 @@ from ..base.errors import RecipeError, explain_load_error, reason_of
 from ..base.limits import read_json_object, read_text
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import Model
+from ..tokens.ends import ids_in
 from ..tokens.tokenizer import Tokenizer, lighten
-from .chat import ANSWER, CHATML
+from .chat import CHATML
 from .render import without
-from .turns import ASK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -30,8 +29,6 @@ Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """(rows, number of their source, tokenizer) -> text."""
 CLOCK = "strftime_now"
 """What templates with a date call."""
-END_OF_IDS = 1 << 32
-"""The tokenizers library reads an id as 32 bits."""
 PAD, END = "<|pad|>", "<|im_end|>"
 SPECIAL = [PAD, "<|im_start|>", END]
 
@@ -94,7 +91,7 @@ def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:
         _raise_exceptions_for_gated_repo=False,
     )
     if file:
-        ids = _ids_in(read_json_object(Path(file)).get("eos_token_id"))
+        ids = ids_in(read_json_object(Path(file)).get("eos_token_id"))
         stops = tokenizer.convert_ids_to_tokens(ids)
     return replace(
         light,
@@ -102,11 +99,6 @@ def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:
         more_stops=tuple(filter(None, stops)),
         day=day if CLOCK in (light.chat_template or "") else "",
     )
-
-
-def _ids_in(setting: Any) -> list[int]:
-    ids = setting if isinstance(setting, list) else [setting]  # or what is no id at all
-    return [number for number in ids if type(number) is int and 0 <= number < END_OF_IDS]
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -122,49 +114,6 @@ def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
                 f"{tokenizer.convert_ids_to_tokens(ids)}, and writes '{tokenizer.decode(ids)}'; "
                 "choose another text"
             )
-
-
-def new_ids(model: Model, tokenizer: Any) -> list[int]:
-    """Return the ids of the tokens that a recipe adds."""
-    return [int(number) for number in tokenizer.convert_tokens_to_ids(model.add_tokens)]
-
-
-def pad_id(tokenizer: PreTrainedTokenizerBase, config: Any = None) -> int:
-    """Choose the token that pads rows: some models have no row for that of their tokenizers.
-
-    Any token will do. Masks come from the lengths of examples and not from this token, so that an
-    end-of-text token is trained even if it also pads.
-    """
-    rows = getattr(config and config.get_text_config(), "vocab_size", None) or END_OF_IDS
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(number) for number in ids if number is not None and number < rows)
-
-
-def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
-    configs = (model.generation_config, model.config, tokenizer)
-    stops = [stop for config in configs for stop in _ids_in(getattr(config, "eos_token_id", None))]
-    if tokenizer.chat_template:
-        with suppress(Exception):  # a template may refuse this conversation
-            text = str(tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False))
-            end = text.rpartition(ANSWER["content"])[2]
-            ids = tokenizer.encode(end, add_special_tokens=False)
-            stops += [token for token in ids if token in tokenizer.added_tokens_decoder][:1]
-    return [*dict.fromkeys(stops)]
-
-
-def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `generate` stop at the template's end-of-turn token too, as `plugsft chat` does.
-
-    A model without a chat template stays as it is. One that does not generate gets the pad token:
-    by it, transformers finds the last token of a row.
-    """
-    config = getattr(model, "generation_config", None)
-    if config is None and tokenizer.pad_token_id is not None:
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if config is not None and tokenizer.chat_template:
-        stops = stop_ids(model, tokenizer)
-        config.eos_token_id = stops if len(stops) != 1 else stops[0]
 
 
 def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:

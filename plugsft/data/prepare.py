@@ -28,7 +28,7 @@ from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
 from ..tokens.schema import FORMAT, WEIGHT
 from ..tokens.shards import write_index
-from ..tokens.store import Tokens
+from ..tokens.store import Prepared, Tokens
 from ..tokens.tokenizer import OWN, Tokenizer
 from .load_tokenizer import Render, data_tokenizer, load_tokenizer, train_tokenizer
 from .row_names import counted, cure_bad, describe_bad_rows, describe_warnings
@@ -105,32 +105,6 @@ class OpenData:
 
 WithOthers = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
 """Prepares slices of a folder's tokens together with other processes."""
-
-
-@dataclass
-class Prepared:
-    """The prepared data of a run."""
-
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer_folder: Path
-    tokens: Tokens
-    evaluation: Tokens | None
-
-    @property
-    def largest_id(self) -> int:
-        """The largest token id of all data."""
-        return max(int(data.facts["largest_id"]) for data in (self.tokens, self.evaluation) if data)
-
-    def compared(self) -> dict[str, str]:
-        """Describe the data, to compare ranks."""
-        named = {"the training data": self.tokens, "the evaluation data": self.evaluation}
-        described = {}
-        for name, data in named.items():
-            if data:
-                key = digest({part: data.facts[part] for part in ("key", "index")})
-                size = f"{len(data):,} examples of {data.facts['tokens']:,} tokens"
-                described[name] = f"{size} ({key[:8]})"
-        return described
 
 
 def prepare(

@@ -74,8 +74,9 @@ def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list
                 part = sources[source].part(rows.start, rows.stop)
                 shards.append(work.tokenize(Slice(source, rows.start, rows.stop, part, lead)))
                 advance(len(rows), "")
-        write_index(work.folder, shards, {"key": ""})
-        return Sample(ranges, merge(shards), Tokens(work.folder))
+        total = merge(shards)
+        write_index(work.folder, shards, {"key": "", "largest_id": total.largest})
+        return Sample(ranges, total, Tokens(work.folder))
     finally:
         work.folder = folder
 

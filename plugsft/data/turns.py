@@ -22,6 +22,7 @@ from json import dumps
 from typing import Any
 
 from ..base.types import Row
+from ..tokens.ends import ASK
 from .formats import REASONING, BadRow, Parts
 
 Write = Callable[[list[Row], bool], str]
@@ -43,7 +44,6 @@ ENDS_THOUGHT = "ends the thought in its prompt, and the turn has one"
 BEGUN = re.compile(r"<[^<>\s]{0,40}$")
 """The beginning of a tag that ends a text."""
 TAG_BEFORE = re.compile(r"<[^<>\s]{1,40}>$")
-ASK: Row = {"role": "user", "content": "!ask!"}
 RESULT: Row = {
     "role": "tool",
     "name": "look_up",

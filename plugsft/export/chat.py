@@ -17,13 +17,13 @@ from transformers.utils import logging as transformers_logging
 
 from ..base.console import is_terminal, out, say
 from ..base.errors import TRUST, PlugsftError, explain_load_error
-from ..data.load_tokenizer import pad_id
 from ..model.config import ensure_safetensors
 from ..model.generate import Speaker, Turns
 from ..model.load import grow_embeddings
 from ..model.published import from_files
 from ..model.same_base import is_text_only
 from ..output.folder import ADAPTER, base_model, warn_of_changes
+from ..tokens.ends import pad_id
 from .answers import Answers
 from .folder import is_reward_model
 from .quantized import add_adapters, keep_stored_weights, quantization, rows_with_added_tokens

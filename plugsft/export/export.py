@@ -23,7 +23,7 @@ from ..checkpoint.final_model import finish_later, write_base
 from ..checkpoint.same_run import read_state
 from ..checkpoint.state import WEIGHTS, ensure_same_parameters
 from ..data.defaults import DataDefaults
-from ..data.load_tokenizer import end_generation, load_tokenizer, new_ids
+from ..data.load_tokenizer import load_tokenizer
 from ..model.config import ensure_safetensors
 from ..model.defaults import ModelDefaults
 from ..model.kept_tensors import KeptTensors, kept_tensors
@@ -36,6 +36,7 @@ from ..ranks.connect import silence_libraries
 from ..recipe.read import read
 from ..registry.active import check
 from ..registry.load import load
+from ..tokens.ends import end_generation, new_ids
 from .adapter_names import publish_names
 from .card import add_card, run_of
 from .folder import checkpoint_of, ensure_no_links, find_model, is_reward_model

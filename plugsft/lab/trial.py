@@ -24,8 +24,8 @@ from ..hooks import hookimpl, plugin, state
 from ..ranks.precision import on_cpu
 from ..registry.discover import FoundPlugin
 from ..registry.load import load
-from ..run import open_run
 from ..start.guards import police
+from ..start.open import open_recipe
 from ..tokens.store import Tokens
 
 NO_STACK = "can't start new thread"
@@ -91,7 +91,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
         else:
             trial.limit = limit
         police(active)
-        loop.train(open_run(recipe, active, look()))
+        loop.train(open_recipe(recipe, active, look()))
     except TrialOver:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,16 +24,15 @@ from ..base.machine import child_environment, look
 from ..base.types import Ints, Shard
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
-from ..data.prepare import Prepared, prepare
+from ..data.prepare import prepare
 from ..hooks import DATA
-from ..model.checks import ensure_trainable
-from ..model.config import ensure_ids_known
 from ..output.metrics import read_metrics
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active
+from ..start.checks import Case, ensure
 from ..tokens.shards import Examples, write_index, write_shard
-from ..tokens.store import Tokens
+from ..tokens.store import Prepared, Tokens
 
 Changes: TypeAlias = dict[str, Any]
 """Key with dots -> the value that is set; None removes the key, or its table."""
@@ -88,9 +87,10 @@ def trials(
         folder = Path(temporary)
         bare = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
         active.attach(DataDefaults(bare.folder), BatchDefaults())
-        ensure_trainable(bare, active, look(), DATA)
+        case = Case(bare, active, look(), hooks=DATA)
+        ensure(case, "plugins", "model")
         data = prepare(bare, active)
-        ensure_ids_known(bare, data.largest_id)
+        ensure(replace(case, tokens=data.tokens), "tokens")
         runner = TrialRunner(recipe, active, folder, data, launch)
         if examples is not None:
             runner.use(runner.epoch_order()[: examples or None])

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ..base.errors import PlugsftError
-from ..data.load_tokenizer import pad_id, stop_ids
+from ..tokens.ends import pad_id, stop_ids
 from .config import max_context
 
 BATCH = 32

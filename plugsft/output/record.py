@@ -40,7 +40,8 @@ class Record:
     """The record of a run; the main process writes it during the run."""
 
     def __init__(self, recipe: Recipe, machine: Machine, active: Active) -> None:
-        self.folder, self._recipe, self._active = recipe.folder, recipe, active
+        self.recipe, self.machine, self.active = recipe, machine, active
+        self.folder = recipe.folder
         self._metrics: TextIO | None = None
         self._started = time.perf_counter()
         self._rows: list[list[float]] = []
@@ -76,7 +77,7 @@ class Record:
         if not done:
             clear(self.folder)
         (self.folder / "report.html").unlink(missing_ok=True)
-        write_text(self.folder / "recipe.toml", resolved(self._recipe))
+        write_text(self.folder / "recipe.toml", resolved(self.recipe))
         path, samples = self.folder / "metrics.jsonl", self.folder / SAMPLES
         lines = keep_lines(path, done, evaluates)
         if not keep_lines(samples, done, evaluates):
@@ -113,7 +114,7 @@ class Record:
         final["loss"] = line["loss"]
         self._rows.append([metrics[name] for name in AVERAGED])
         total = self.run["steps"]["total"]
-        if step % self._recipe.train.log_every == 0 or step in (1, total):
+        if step % self.recipe.train.log_every == 0 or step in (1, total):
             say(
                 f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}"
                 f"{self._show(metrics)}  "
@@ -164,21 +165,21 @@ class Record:
 
     def plugins(self) -> list[dict[str, Any]]:
         """Return the active plugins with their options and summaries."""
-        summaries = self._active.summaries()
+        summaries = self.active.summaries()
         return [
             {
                 "name": name,
-                "origin": self._active.found[name].origin,
+                "origin": self.active.found[name].origin,
                 "options": options_of(plugin),
                 "summary": summaries[name],
             }
-            for name, plugin in self._active.plugins.items()
+            for name, plugin in self.active.plugins.items()
         ]
 
     def _show(self, metrics: dict[str, Any], prefix: str = "") -> str:
         """Format the plugins' metrics that the console shows."""
         text = ""
-        for names in self._active.declared_metrics.values():
+        for names in self.active.declared_metrics.values():
             for name in names[:SHOWN]:
                 if prefix + name in metrics:
                     text += f"  {name} {metrics[prefix + name]:.3f}"

@@ -22,7 +22,7 @@ from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import watch
-from .launcher import ensure_environment, ensure_settings, started_too_few
+from .launcher import ensure_settings, started_too_few
 from .precision import half_dtype, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -133,7 +133,6 @@ def ensure_possible(recipe: Recipe, machine: Machine) -> None:
         raise LaunchError(
             'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
         )
-    ensure_environment(recipe)
 
 
 def _configure_deepspeed(accelerator: Accelerator, recipe: Recipe) -> None:

@@ -18,13 +18,11 @@ from ..base.atomic import (
     sweep,
 )
 from ..base.console import say
-from ..base.errors import CheckpointError, RecipeError, choices
+from ..base.errors import CheckpointError, RecipeError
 from ..base.machine import Machine
 from ..checkpoint.same_run import STATE, ensure_same_run, own_keys
-from ..model.schedule import schedule_factor
 from ..output.folder import (
     describe_results,
-    ensure_ours,
     find_run,
     lock_output,
     read_recipe,
@@ -32,15 +30,12 @@ from ..output.folder import (
 )
 from ..ranks.launcher import LAUNCHER_ENDED, by_accelerate
 from ..recipe.parse import anchored, defaults_of, flatten
-from ..recipe.tables import Recipe, Train
+from ..recipe.tables import Recipe
 from ..registry.active import Active
-from ..registry.contracts import contract_of
-from ..registry.metrics import OF_EVALUATIONS, OF_FLOAT16, OF_STEPS
 
 if TYPE_CHECKING:
     from .train import Start
 
-KEEP_BEST = "checkpoint.keep_best"
 PR_SET_PDEATHSIG = 1
 """From Linux's prctl.h: the signal that this process gets when its parent ends."""
 
@@ -55,7 +50,6 @@ def output_folder(
     """
     watch_launcher()
     with lock_output(recipe) if machine.is_main else nullcontext():
-        ensure_ours(recipe.folder)
         if machine.is_main:
             for folder in (recipe.folder, recipe.folder / "checkpoints"):
                 sweep(folder)
@@ -176,44 +170,6 @@ def has_checkpoint(recipe: Recipe) -> bool:
     if done:
         say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
     return False
-
-
-def ensure_schedule(train: Train) -> None:
-    """Refuse options that the schedule does not take."""
-    if train.warmup and train.schedule == "constant":
-        raise RecipeError(
-            f"train.warmup: given {train.warmup:g}, but the schedule 'constant' has no warm-up; "
-            'set train.schedule = "constant_with_warmup"'
-        )
-    schedule_factor(train, train.steps or 100)
-
-
-def ensure_metrics_exist(recipe: Recipe, active: Active) -> None:
-    """Refuse a metric that `keep_best` or a plugin watches, and that the run will not have."""
-    own = [metric for names in active.declared_metrics.values() for metric in names]
-    float16 = OF_FLOAT16 if recipe.model.dtype == "float16" else ()
-    known = {
-        "steps": [*OF_STEPS, *float16, *own],
-        "evaluations": [*OF_EVALUATIONS, *(f"eval_{metric}" for metric in own)],
-    }
-    watched = {KEEP_BEST: recipe.checkpoint.keep_best}
-    for name, plugin in active.plugins.items():
-        for option in contract_of(plugin).watches:
-            watched[f"plugins.{name}.{option}"] = getattr(plugin, option)
-    problems = []
-    for key, metric in watched.items():
-        if metric is None:
-            continue
-        kind = "evaluations" if key == KEEP_BEST or metric.startswith("eval_") else "steps"
-        if kind == "evaluations" and recipe.eval is None:
-            problems.append(
-                f"{key}: '{metric}' comes from evaluations, and there are none; add [eval]"
-            )
-        elif metric not in known[kind]:
-            hint = choices(metric, known[kind], "they have:")
-            problems.append(f"{key}: {kind} have no metric '{metric}'{hint}")
-    if problems:
-        raise RecipeError(problems)
 
 
 def watch_launcher() -> None:

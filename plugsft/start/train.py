@@ -40,29 +40,28 @@ def train_recipe(recipe: Recipe, active: Active, path: Path, start: Start) -> No
     """Train a loaded recipe, as the command and `plugsft.api.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from ..output.folder import ensure_inputs
-    from .before_run import ensure_metrics_exist, ensure_schedule, output_folder
+    from .before_run import output_folder
+    from .checks import Case, ensure
 
-    ensure_inputs(recipe, path)
-    ensure_schedule(recipe.train)
-    ensure_metrics_exist(recipe, active)
-    start.ensure_possible()
     machine = look()
+    ensure(Case(recipe, active, machine, path), "nothing")
+    start.ensure_possible()
     with output_folder(recipe, active, machine, start) as checkpoints:
         if checkpoints is None:
             return
         # Wrong paths, and an output that holds results, are refused before torch is imported.
-        from .. import loop, run
+        from .. import loop
         from ..output.disk_space import ensure_room
         from ..ranks.agree import ending_together
         from .guards import police
+        from .open import open_recipe
 
         ensure_room(recipe, active, start.overwrite)
         for warning in warnings_of(recipe, machine.world_size):
             say(f"warning: {warning}")
         police(active)
         with ending_together(recipe.output):
-            opened = run.open_run(recipe, active, machine, checkpoints)
+            opened = open_recipe(recipe, active, machine, checkpoints)
             try:
                 loop.train(opened)
             finally:

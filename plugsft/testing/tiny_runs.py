@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .. import loop, run
+from .. import loop
 from ..api.recipes import merged
 from ..base.errors import choices
 from ..base.machine import look
@@ -35,6 +35,7 @@ from ..registry.active import Active, check
 from ..registry.discover import find
 from ..registry.load import resolve
 from ..start.guards import police
+from ..start.open import open_recipe
 
 RawRecipe: TypeAlias = dict[str, Any]
 """A recipe's tables, not yet checked."""
@@ -181,7 +182,7 @@ def train(
     checkpoints = [checkpoint] if checkpoint else []
     police(active, bundled=True)
     # A tiny model gains nothing from threads, and several runs share the cores.
-    opened = run.open_run(recipe, active, replace(look(), cores=1), checkpoints)
+    opened = open_recipe(recipe, active, replace(look(), cores=1), checkpoints)
     loop.train(opened)
     lines = read_metrics(recipe.folder / "metrics.jsonl") if opened.is_main else []
     states = {name: dict(_flat(state)) for name, state in active.state_dicts().items()}

@@ -8,6 +8,7 @@ is compared, so that a flipped bit ends the run before it is trained on.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
+from ..base.checksums import digest
 from ..base.errors import DataError, PluginError, reason_of
 from ..base.limits import path_inside
 from ..base.types import Ints
@@ -191,3 +193,24 @@ class Tokens:
                 f"{path}: damaged: {reason_of(error)}. Remove the folder {self.folder} to prepare "
                 "the data again"
             ) from error
+
+
+@dataclass
+class Prepared:
+    """The prepared data of a run."""
+
+    tokenizer: Any
+    tokenizer_folder: Path
+    tokens: Tokens
+    evaluation: Tokens | None
+
+    def compared(self) -> dict[str, str]:
+        """Describe the data, to compare ranks."""
+        named = {"the training data": self.tokens, "the evaluation data": self.evaluation}
+        described = {}
+        for name, data in named.items():
+            if data:
+                key = digest({part: data.facts[part] for part in ("key", "index")})
+                size = f"{len(data):,} examples of {data.facts['tokens']:,} tokens"
+                described[name] = f"{size} ({key[:8]})"
+        return described

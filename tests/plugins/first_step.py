@@ -11,7 +11,7 @@ from plugsft.base.machine import look
 from plugsft.data.chat import CHATML
 from plugsft.loop import forward_backward
 from plugsft.registry.load import resolve
-from plugsft.run import open_run
+from plugsft.start.open import open_recipe
 
 NAMES = ("input_ids", "attention_mask", "labels")
 # What TRL trains of a turn is all behind what it gives a model to write it.
@@ -69,7 +69,7 @@ class FirstStep:
         tables["plugins"] = plugins
         tables["train"] |= {"batch_size": len(rows)} | (train or {})
         recipe, active = resolve(tables)
-        self.run = open_run(recipe, active, look())
+        self.run = open_recipe(recipe, active, look())
         self.folder, self.tokenizer = Path(self.run.model.load.path), self.run.tokenizer
         self.model, self.plan = self.run.module, self.run.plan.plan_step(1)
 
