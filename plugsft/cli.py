@@ -98,6 +98,7 @@ COMMANDS = (
     recipes.convert,
     train.train,
     train.launch,
+    data.fetch,
     data.prepare,
     recipes.check,
     data.inspect,

@@ -40,6 +40,7 @@ TOO_SLOW = {
     "tools/test --full": "takes longer than CI has",
     "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3": "a minute; "
     "test_bench.py runs benches",
+    "plugsft fetch s3://bucket/chats.jsonl data": "test_fetch.py has a bucket",
     "plugsft tune my.toml": "half a minute; test_tune.py tunes",
     "plugsft export runs/my-model --to hub:me/my-model": "test_hub.py has a hub to upload to",
     **dict.fromkeys(

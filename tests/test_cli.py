@@ -21,6 +21,7 @@ COMMANDS = [
         "convert",
         "train",
         "launch",
+        "fetch",
         "prepare",
         "check",
         "inspect",

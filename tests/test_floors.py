@@ -60,14 +60,14 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 13_555, "data": 18_763, "lab": 10_760, "ranks": 8_433, "model": 9_898,
+    "commands": 13_593, "data": 18_375, "lab": 10_760, "ranks": 8_433, "model": 9_898,
     "start": 4_505, "export": 5_544, "checkpoint": 5_736, "audit": 6_412,
-    "output": 6_751, "tokens": 4_608, "base": 5_304, "modules beside the rooms": 4_873,
-    "api": 3_526, "recipe": 4_431, "registry": 3_983, "batches": 1_185, "testing": 2_349,
+    "output": 6_738, "tokens": 4_608, "base": 5_304, "modules beside the rooms": 4_875,
+    "api": 3_526, "recipe": 4_410, "registry": 3_983, "batches": 1_185, "testing": 2_349,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE = 120_616, 44_269
+PLUGSFT_SIZE, PLUGINS_SIZE = 120_234, 44_269
 # The two roads, which meet at a folder of tokens: all that a run's loop, and preparing, import.
-ROADS = {"training road": 40_275, "data road": 32_341, "both roads": 59_182}
+ROADS = {"training road": 40_254, "data road": 31_113, "both roads": 57_954}
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 
 import datasets
 import pytest
@@ -235,25 +234,6 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
         [{"text": "a", "messages": None}, {"text": None, "messages": [{"role": "user"}]}]
     ).to_parquet(path)
     assert rows_of_short(path) == [{"text": "a"}, {"messages": [{"role": "user"}]}]
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("http://{}/a.jsonl", "simplecache::http://{}/a.jsonl", "zip://a::http://{}/a.jsonl"),
-        *("file:///a.jsonl::http://{}/a.jsonl", "reference://{}/a.jsonl", "ftp://{}/a.jsonl"),
-        "webhdfs://{}/a.jsonl",
-    ],
-)
-def test_no_address_asks_a_foreign_server(address):
-    """A recipe of somebody else names it; some servers never answer."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        host, port = server.getsockname()
-        with pytest.raises(DataError, match=r"read in place; download the file \(curl -O\)"):
-            open_source(Source(source=address.format(f"{host}:{port}")))
-        with pytest.raises(BlockingIOError):
-            server.accept()
 
 
 def test_a_split_of_more_rows_than_there_are_is_warned_of(tmp_path, capsys):

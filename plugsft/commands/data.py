@@ -64,6 +64,23 @@ def inspect(
     inspect_data(loaded, active, recipe.stem, rows, first - 1, everything, html)
 
 
+def fetch(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="s3://BUCKET/chats.jsonl, a folder, a pattern; gs://, hf://."
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the copies go.")] = Path(
+        "data"
+    ),
+) -> None:
+    """Copy rows from an object store to disk, for every run; go on where a copy was cut."""
+    from ..data import fetch as copies
+
+    copies.fetch(address, folder)
+
+
 def ls() -> None:
     """List the entries of the cache ($PLUGSFT_CACHE or ~/.cache/plugsft), the last used first."""
     from . import cache_entries

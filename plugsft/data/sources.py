@@ -1,8 +1,8 @@
 """Sources of rows, and the slices that they are cut into.
 
 A source is opened by its name alone, and its rows are found at the first access: prepared data is
-not read again. jsonl is read line by line; importing what reads other files (`datasets`, fsspec)
-takes a second, so the readers in readers/ are imported when a recipe names one. Whatever reads
+not read again. jsonl is read line by line; importing `datasets`, which
+reads other files, takes a second, so readers/ is imported when a recipe names one. Whatever reads
 them, the rows of each split are one sequence, and the ranges that a recipe names are cut from it
 here.
 """
@@ -46,16 +46,12 @@ class OpenSource(JoinedRows):
     source: Source
     where: str
     """The recipe's key and the name, for messages."""
-    objects: list[Any]
-    """The objects of an address."""
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """A checksum of the source's content, and the split."""
         path = Path(self.source.source)
-        if self.objects:
-            content = digest({"versions": [each.version for each in self.objects]})
-        elif path.is_file():
+        if path.is_file():
             content = cached_file_digest(path)
         else:
             files = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -69,10 +65,6 @@ class OpenSource(JoinedRows):
     def splits(self) -> Mapping[str, Any]:
         """All rows of the source, by split."""
         name, path, split = self.source.source, Path(self.source.source), self.source.split
-        if self.objects:
-            from .readers.remote import read_objects
-
-            return {"train": read_objects(self.objects, split, self.where)}
         if path.is_file() and path.suffix in (".jsonl", ".json"):
             return {"train": _read_json(path, self.where)}
         from .readers.dataset import read_splits
@@ -117,12 +109,8 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     `key` is the recipe's key that names it, for messages.
     """
     name, where = source.source, f"{key}: {source.source}"
-    if "://" in name:
-        from .readers.remote import find_objects
-
-        return OpenSource(source, where, find_objects(name, where))
     _ensure_readable(name, where)
-    return OpenSource(source, where, [])
+    return OpenSource(source, where)
 
 
 def _ensure_readable(name: str, where: str) -> None:

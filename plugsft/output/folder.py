@@ -149,8 +149,6 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _is_path(key: str, name: str, recipe: Recipe) -> bool:
     """Whether a name is a path: one on the hub has at most one slash, and no ending of a file."""
-    if "://" in name and key.endswith("source"):
-        return False
     if name.startswith((".", "/")) or name.count("/") > 1 or name.endswith(ENDINGS):
         return True
     if key == "model.path":

@@ -25,8 +25,6 @@ HUB = "hub:"
 """The beginning of `--to` for a repository on the hub."""
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|[\w-]+")
 """A name on the hub; of a data set with subsets, "owner/name:subset"."""
-PASSWORD = re.compile(r"[\w+.-]+://[^/?#]*:[^/?#]*@")
-"""The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """The endings of files with rows."""
@@ -81,14 +79,9 @@ def _expand(place: str) -> str:
     if not place:
         raise ValueError("given ''; it should be a name or a path")
     expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
-    if "://" in expanded and VARIABLE.search(place):
+    if "://" in expanded:  # not shown: it may hold a password
         raise ValueError(
-            "an address takes no environment variable, which its server would read; write the "
-            "whole address, or name it on the command line, where your shell expands variables"
-        )
-    if PASSWORD.match(expanded):
-        raise ValueError(
-            "an address with a password would be logged; use the variables of its store"
+            "an address, and a run reads files: `plugsft fetch ADDRESS` copies rows into data/"
         )
     given = f"given {short(place)};"
     if expanded.startswith("~"):
@@ -241,8 +234,8 @@ class Source(Table):
     """One source of a mixture."""
 
     source: Place = Field(examples=["chats.jsonl"])
-    """A hub name (with a subset: "owner/name:subset"), a folder, a jsonl, json, csv, parquet or
-    arrow file, or an address of a store: s3://, gs:// or hf://."""
+    """A hub name (with a subset: "owner/name:subset"), a folder, or a jsonl, json, csv, parquet or
+    arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
@@ -253,8 +246,8 @@ class Data(Table):
     """The data to train on."""
 
     source: Place | None = Field(None, examples=["chats.jsonl"])
-    """A hub name (with a subset: "owner/name:subset"), a folder, a jsonl, json, csv, parquet or
-    arrow file, or an address of a store: s3://, gs:// or hf://."""
+    """A hub name (with a subset: "owner/name:subset"), a folder, or a jsonl, json, csv, parquet or
+    arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
