@@ -3,24 +3,25 @@
 import datasets
 import numpy as np
 import pytest
-from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
+from conftest import chats, read_metrics, run_plugsft, run_ranks, tiny_tables, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
 from prepared_rows import prepare_rows, text_row
 
-from plugsft import DataError, PluginError
+from plugsft import DataError, PluginError, RecipeError
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.commands.recipes import check
-from plugsft.data import sources
+from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.forecaster import read_epoch, workload_of
 from plugsft.lab.trials import write_examples
 from plugsft.lab.tune import keeps_steps
 from plugsft.model.defaults import ModelDefaults
-from plugsft.registry.load import load
+from plugsft.recipe.tables import Data, Source
+from plugsft.registry.load import load, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 from plugsft.tokens.views import cut, share_prompts
@@ -403,3 +404,28 @@ def test_pairs_are_planned_with_the_shapes_of_their_sequences(tmp_path):
     columns = texts.plan_columns()
     assert columns["longest"].tolist() == texts.lengths.tolist()
     assert columns["sequences"].tolist() == [1, 1, 1]
+
+
+def test_columns_and_trained_turns_of_one_source_are_its_own(tmp_path, capsys):
+    talk = [*ASK, *TELL, *ASK, *TELL]
+    rows = [{"messages": talk}] * 3, [{"dialogue": talk}] * 3
+    tables = tiny_tables(tmp_path, rows[0])
+    files = [write_jsonl(tmp_path / f"rows-{n}.jsonl", each) for n, each in enumerate(rows)]
+    plain, own = ({"source": str(file)} for file in files)
+    changes = {"columns": {"messages": "dialogue"}, "train_on": "last"}
+
+    def tokens_of(source):
+        recipe, active = resolve(tables | {"data": {"sources": [plain, source]}})
+        active.attach(DataDefaults(recipe.folder))
+        return prepare.prepare(recipe, active).tokens
+
+    with pytest.raises(DataError, match="no format has these columns: dialogue"):
+        tokens_of(own)
+    tokens = tokens_of(own | changes)
+    assert (tokens.targets == [4, 4, 4, 2, 2, 2]).all() and len({*tokens.lengths}) == 1
+    again = tokens_of(own | changes | {"train_on": "assistant"})
+    assert len({*again.targets}) == 1 and again.folder != tokens.folder
+    misspelt = Source(**own, columns={"messages": "dialog"})
+    opened = [sources.open_source(Source(**plain)), sources.open_source(misspelt)]
+    with pytest.raises(RecipeError, match="no row has the column 'dialog'"):
+        sources.ensure_columns(Data(sources=[Source(**plain), misspelt]), opened)

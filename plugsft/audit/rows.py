@@ -86,6 +86,7 @@ def audit(
     ranges: list[range],
 ) -> Audit:
     """Audit rows of a source; `data` tells which problems stop a run."""
+    work = replace(work, data=work.data.of(work.sources[source]))
     sample = sample_ranges(work, opened, source, ranges)
     lengths = _whole_lengths(work, opened, source, sample)
     rows = opened[source].part(0, len(opened[source]))

@@ -204,10 +204,11 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
 
 def make_renderer(recipe: Recipe, active: Active) -> Render:
     """Make the function that renders the text to train a tokenizer on."""
-    names = [source.source for source in recipe.data.all_sources()]
+    sources = recipe.data.all_sources()
 
-    def render_source(rows: list[Row], source: int, tokenizer: Tokenizer) -> Rendered:
-        return render(active.hooks, recipe.data, names[source], rows, tokenizer)
+    def render_source(rows: list[Row], number: int, tokenizer: Tokenizer) -> Rendered:
+        data, name = recipe.data.of(sources[number]), sources[number].source
+        return render(active.hooks, data, name, rows, tokenizer)
 
     return render_source
 

@@ -67,7 +67,7 @@ def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, st
 def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list[range]) -> Sample:
     """Prepare several ranges of rows of a source."""
     folder, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
-    shards, lead = [], read_lead_row(sources[source], work.data)
+    shards, lead = [], read_lead_row(sources[source], work.data.of(work.sources[source]))
     try:
         with progress("reading", sum(map(len, ranges)), "rows") as advance:
             for rows in ranges:

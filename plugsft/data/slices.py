@@ -103,7 +103,7 @@ class ShardWriter:
         """Cut sources into slices; refuse configured columns that no row has."""
         if self.sources == self.data.all_sources():
             ensure_columns(self.data, sources)  # evaluation data may lack columns
-        return slices_of(sources, self.data)
+        return slices_of(sources, [*map(self.data.of, self.sources)])
 
     def path(self, part: Slice) -> Path:
         """Name the file of a slice's shard; its record is a .json file of the same name."""
@@ -177,7 +177,7 @@ class ShardWriter:
             else:
                 numbers.append(number)
                 rows.append(row)
-        data = self.data.model_copy()
+        data = self.data.of(self.sources[part.source])
         data._lead_row = part.lead_row
         if hold_tokens(lead_row(rows, data)):
             self._ensure_unrendered(part)

@@ -48,8 +48,8 @@ class OpenSource(JoinedRows):
     """The recipe's key and the name, for messages."""
 
     @cached_property
-    def identity(self) -> dict[str, str]:
-        """A checksum of the source's content, and the split."""
+    def identity(self) -> dict[str, Any]:
+        """A checksum of the source's content, its split, and how its rows are read."""
         path = Path(self.source.source)
         if path.is_file():
             content = cached_file_digest(path)
@@ -59,7 +59,8 @@ class OpenSource(JoinedRows):
             content = digest(
                 checksums or {split: rows.fingerprint for split, rows in self.splits.items()}
             )
-        return {"content": content, "split": self.source.split}
+        own = self.source.model_dump(include={"columns", "train_on"}, exclude_defaults=True)
+        return {"content": content, "split": self.source.split, **own}
 
     @cached_property
     def splits(self) -> Mapping[str, Any]:
@@ -152,8 +153,15 @@ def _read_json(path: Path, where: str) -> Rows:
     return RowList(rows, len(content) // (len(rows) or 1))
 
 
-def ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
-    """Refuse configured columns that no row of any source has."""
+def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
+    """Refuse configured columns that no row has: of any source, or of the one that names them."""
+    for rows in sources:
+        if own := rows.source.columns:
+            _ensure_columns(data.model_copy(update={"columns": own, "ignore": []}), [rows])
+    _ensure_columns(data, sources)
+
+
+def _ensure_columns(data: Data, sources: Sequence[Rows]) -> None:
     named = [("columns", name, f" (for {ours})") for ours, name in data.columns.items()]
     named += [("ignore", name, "") for name in data.ignore]
     columns, wanted = set[str](), {name for _, name, _ in named}
@@ -178,10 +186,10 @@ def read_lead_row(rows: Rows, data: Data) -> Row:
     return lead_row(rows.read(0, FIRST_ROWS), data)
 
 
-def slices_of(sources: Sequence[Rows], data: Data) -> list[Slice]:
+def slices_of(sources: Sequence[Rows], settings: Sequence[Data]) -> list[Slice]:
     """Cut sources into slices of about equal size, independent of the machine."""
     slices = []
-    for number, rows in enumerate(sources):
+    for number, (rows, data) in enumerate(zip(sources, settings, strict=True)):
         by_bytes = np.cumsum(rows.sizes()) // SLICE_BYTES
         by_rows = np.arange(len(rows)) // SLICE_ROWS
         lead = read_lead_row(rows, data)

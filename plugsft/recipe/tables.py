@@ -240,6 +240,10 @@ class Source(Table):
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
     """How often an epoch uses each row: 0.5 a new random half, 2 all rows twice."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of this source's columns, beside those of `[data.columns]`."""
+    train_on: Literal["assistant", "last", "all"] | None = None
+    """What to train on in this source, in place of data.train_on."""
 
 
 class Data(Table):
@@ -287,9 +291,15 @@ class Data(Table):
             )
         if self.sources and self.split != "train":
             raise ValueError("split belongs into each of [[data.sources]]")
-        if both := sorted({*self.ignore} & {*self.columns.values()}):
-            raise ValueError(f"ignore and columns both name '{both[0]}'")
+        for source in (self, *(self.sources or ())):
+            if both := sorted({*self.ignore} & {*source.columns.values()}):
+                raise ValueError(f"ignore and columns both name '{both[0]}'")
         return self
+
+    def of(self, source: Source) -> "Data":
+        """Return what holds for the rows of a source."""
+        columns, train_on = self.columns | source.columns, source.train_on or self.train_on
+        return self.model_copy(update={"columns": columns, "train_on": train_on})
 
     def all_sources(self) -> list[Source]:
         """Return the sources; most recipes have one."""

@@ -73,7 +73,7 @@ def of_ours(tokenizer, row, folder):
     work = ShardWriter(
         Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hooks=hook
     )
-    [part] = slices_of([RowList([row])], Data(source="x"))
+    [part] = slices_of([RowList([row])], [Data(source="x")])
     write_index(folder, [work.tokenize(part)], {"key": ""})
     tokens = Tokens(folder)
     ids, mask = (some.tolist() for some in tokens.example(0))
