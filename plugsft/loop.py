@@ -37,7 +37,8 @@ def train(run: Run) -> None:
             run.step = batch.step
             run.log.keep(batch, numbers, learning_rate)
             run.notify("stepped")
-            if not run.log.reads_later or run.evaluation_due() or run.checkpoints.due(run.step):
+            at_once = not run.log.reads_later or run.log.is_slow(batch)
+            if at_once or run.evaluation_due() or run.checkpoints.due(run.step):
                 run.log.write()
             evaluate(run)
             if run.step == 1:

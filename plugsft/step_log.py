@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+SLOW = 2.0
+"""Seconds of a step whose line nobody should wait for."""
+
+
 class StepLog:
     """The numbers of the last finished step, until they are logged."""
 
@@ -29,6 +33,13 @@ class StepLog:
         self._unread: Any = None
         self.reads_later = can_skip_steps(run.optimizer) and not run.recipe.provides("early_stop")
         """Whether a step's numbers are read while the next step runs."""
+
+    def is_slow(self, batch: GlobalBatch) -> bool:
+        """Tell whether a step took so long that reading its numbers at once costs nothing.
+
+        Other ranks would have to agree.
+        """
+        return self._run.plan.ranks == 1 and time.perf_counter() - batch.started > SLOW
 
     def keep(self, batch: GlobalBatch, numbers: Numbers, learning_rate: float) -> None:
         """Keep the numbers of a finished step."""

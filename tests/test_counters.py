@@ -261,3 +261,36 @@ def test_a_resumed_average_counts_the_steps_before():
 @pytest.mark.parametrize("count, weight, expected", [(11, 0.25, 3), (10, 0.26, 3), (11, 2.7, 30)])
 def test_a_share_of_a_source_is_rounded_to_the_nearest_row(count, weight, expected):
     assert len(shuffle([(count, weight)], seed=0, epoch=0)) == expected
+
+
+WAITS = """
+    from plugsft import step_log
+
+    @plugin()
+    class Waits:
+        lines: list = state([])
+
+        @hookimpl
+        def ready(self, run):
+            self.file = run.recipe.folder / "metrics.jsonl"
+            step_log.SLOW = SECONDS
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            self.lines.append(len(self.file.read_text().splitlines()))
+            return (yield)
+
+        @hookimpl
+        def summary(self):
+            return str(self.lines)
+"""
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_line_of_a_slow_step_is_there_before_the_next_step(tiny, tmp_path, monkeypatch, slow):
+    waits = WAITS.replace("SECONDS", "0" if slow else "100")
+    activate(install(tmp_path, waits=waits), monkeypatch)
+    train = {"batch_size": 1, "micro_batch": 1, "steps": 5}
+    must_succeed(tiny(train=train, checkpoint={"every": 99}, plugins={"waits": {}}))
+    [waits] = read_record(tmp_path / "run")["plugins"]
+    assert json.loads(waits["summary"]) == ([0, 1, 2, 3, 4] if slow else [0, 0, 1, 2, 3])

@@ -562,3 +562,20 @@ def test_on_a_terminal_trained_tokens_have_a_green_background(tiny, colour):
     else:
         plain = re.sub(r"\x1b\[\d*m", "", text)
         assert "48;5" not in text and read_view(plain)[1].replace(" ", "") == trained
+
+
+def test_a_template_without_a_prompt_and_a_system_turn_in_the_middle_are_warnings(audited):
+    chatml = CHATML.read_text()
+    unprompted = chatml.partition("{%- if add_generation_prompt -%}")[0]
+    says = "writes '<|im_start|>assistant' before an answer, and not as its prompt"
+    assert says in audited(unprompted, [ASK, TELL])[0]
+    system = {"role": "system", "content": "be brief"}
+    middle = "a turn of the system in the middle"
+    shown, _ = audited(chatml, [system, ASK, TELL], [ASK, TELL, system, ASK, TELL])
+    assert f"line 7: {middle}" in shown and says not in shown
+    # Some models read an answer right after the question: there is nothing to write.
+    bare = (
+        "{%- for m in messages -%}{%- if m['role'] == 'user' -%}[{{ m['content'] }}]"
+        "{%- else %} {{ m['content'] }}{{ eos_token }}{%- endif -%}{%- endfor -%}"
+    )
+    assert "before an answer" not in audited(bare, [ASK, TELL])[0]

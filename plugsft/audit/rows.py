@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -24,7 +25,7 @@ from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, read_lead_row
 from ..recipe.tables import Data
 from ..registry.active import Active
-from ..tokens.ends import ASK
+from ..tokens.ends import ANSWER, ASK
 
 SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""
@@ -222,6 +223,16 @@ def _header(work: ShardWriter) -> str:
     return prompt.removeprefix(question) if prompt.startswith(question) else ""
 
 
+def _unprompted(chat: Chat) -> str:
+    """The text before the words of an answer that a server does not write."""
+    with suppress(BadRow, DataError):  # the template may refuse this conversation
+        prompt = chat.write([ASK], add_generation_prompt=True)
+        before, _, _ = chat.write([ASK, ANSWER]).partition(str(ANSWER["content"]))
+        if before.startswith(prompt):
+            return before.removeprefix(prompt).strip()
+    return ""
+
+
 def _covers(
     header: bytes, spellings: list[bytes], ids: NDArray[np.int32], trained: NDArray[np.bool_]
 ) -> bool:
@@ -263,6 +274,11 @@ def _judge_chats(result: Audit, work: ShardWriter, opened: OpenSource) -> None:
     if kind is None or kind in TEXTS:
         return
     special, chat = special_tokens(work), Chat(work.tokenizer, work.data)
+    if role := _unprompted(chat):
+        result.warnings.append(
+            f"the chat template writes '{role}' before an answer, and not as its prompt "
+            "(add_generation_prompt): the model learns to write it itself"
+        )
     found: dict[str, list[int]] = defaultdict(list)
     read = (opened.read(numbers.start, numbers.stop) for numbers in result.sample.ranges)
     for number, row in zip(result.sample.rows, chain.from_iterable(read), strict=True):

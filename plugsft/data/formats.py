@@ -111,6 +111,8 @@ def check_order(messages: list[Row]) -> list[str]:
     roles = [message["role"] for message in messages]
     repeated = [role for role in ("assistant", "system", "user") if (role, role) in pairwise(roles)]
     warnings = [f"two turns of the {role} in a row" for role in repeated]
+    if any(two[1] == "system" != two[0] for two in pairwise(roles)):
+        warnings.append("a turn of the system in the middle, where few models have seen one")
     if roles[-1] != "assistant":
         warnings.append(f"the conversation ends with a turn of the {roles[-1]}")
     return warnings
