@@ -224,6 +224,14 @@ def test_merged_models_checkpoints_and_copies_have_their_cards(run, hub, tmp_pat
         assert "lora" in card.data.tags
         steps = "2 of 4" if "step" in str(words[0]) else "4 of 4"
         assert f"| steps | {steps}" in card.text, card.text
+    further = write_recipe(tmp_path / "further.toml", tables | {"output": str(tmp_path / "next")})
+    words = ["-m", "plugsft", further, "plugins.lora.adapter=me/early"]
+    assert call(hub, tmp_path / "home", *words).returncode == 0
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    refused = call(hub, tmp_path / "home", *words, "--overwrite")
+    assert refused.returncode == 2 and "me/early: was trained on another model" in refused.stderr
+    (base / "config.json").write_text(json.dumps(config))
     merged = run_plugsft("export", adapters, "--merge")
     assert merged.returncode == 0, merged.stderr
     assert call(hub, tmp_path / "home", "-c", LOAD, "me/adapters", adapters / "merged").stdout

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def base_changes(
 
 def read_base(adapters: Path) -> dict[str, Any]:
     """Read what adapters go with; other tools do not write it."""
-    file = adapters / BASE
-    return read_json_object(file) if file.is_file() else {}
+    with suppress(OSError):  # adapters on a hub that cannot be reached
+        return read_settings(str(adapters), None, BASE)
+    return {}
 
 
 def is_text_only(adapters: Path) -> bool:
