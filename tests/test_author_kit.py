@@ -234,7 +234,7 @@ class Bad:
     [
         (NOISE, ["after step 2, step 3: loss is", "from `state_dict`"]),
         (KEPT_ELSEWHERE, ["after step 2, step 4: loss is", "An optimizer keeps it in its `state`"]),
-        (FORGETFUL, ["rank 0: state_dict()['counts'][0] is 4 resumed and 6 uninterrupted"]),
+        (FORGETFUL, ["rank 0: plugin 'bad': state_dict() at counts is [4] resumed and [6] unin"]),
         (
             HEARS_STEPS.format(at=5, action="run.stop('enough')"),
             ["4 steps and evaluations resumed"],

@@ -92,7 +92,7 @@ class Encoder:
             described["values"] = tensor.tolist()
         else:
             self.shards[name] = shard_of(tensor.contiguous())
-            described["checksum"] = _checksum(tensor)
+            described["checksum"] = checksum_of(tensor)
         return described
 
     def _place_of(self, weight_slice: WeightSlice, name: str) -> Location:
@@ -209,6 +209,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _checksum(tensor: Tensor) -> str:
+def checksum_of(tensor: Tensor) -> str:
+    """Make a checksum of a tensor's numbers."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return xxhash.xxh3_64(data.data).hexdigest()

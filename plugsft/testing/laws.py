@@ -108,7 +108,7 @@ def resumes(
         lines = [line for line in whole[0].metrics if line["step"] > start]
         _ensure_same_metrics(lines, resumed[0].metrics, where, labels, 0.0, {}, KEEP)
         for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
-            _ensure_same_end(one, other, name, f"{where}, rank {rank}", labels, KEEP)
+            _ensure_same_state(one, other, f"{where}, rank {rank}", labels, KEEP)
         text, resumed_text = (rank[0].summaries[name] for rank in (whole, resumed))
         if text != resumed_text:
             # Times, and what a cache had, differ between two uninterrupted runs too.
@@ -139,7 +139,7 @@ def ranks_agree(
         [single], (first, second) = _train(jobs, who)
     lines, labels = (single.metrics, first.metrics), ("on one rank", "on two ranks")
     _ensure_same_metrics(*lines, who, labels, tolerance, RANK_CURES, SUMS, OF_RANKS)
-    _ensure_same_end(first, second, name, who, ("on rank 0", "on rank 1"), SAME_STATE)
+    _ensure_same_state(first, second, who, ("on rank 0", "on rank 1"), SAME_STATE)
 
 
 def survives_a_worker(
@@ -245,13 +245,12 @@ def _ensure_same_metrics(
             )
 
 
-def _ensure_same_end(
-    one: Trained, other: Trained, name: str, where: str, labels: tuple[str, str], cure: str
+def _ensure_same_state(
+    one: Trained, other: Trained, where: str, labels: tuple[str, str], cure: str
 ) -> None:
-    """Compare the weights and the plugin's state."""
-    before, after = (each.weights | each.states.get(name, {}) for each in (one, other))
-    for place in {**before, **after}:
-        wanted, value = before.get(place, "missing"), after.get(place, "missing")
+    """Compare the weights, and the states of the optimizer and of plugins."""
+    for place in {**one.state, **other.state}:
+        wanted, value = one.state.get(place, "missing"), other.state.get(place, "missing")
         assert value == wanted, (
             f"{where}: {place} is {value} {labels[1]} and {wanted} {labels[0]}: {cure}"
         )

@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-import xxhash
-from torch import Tensor
-
 from .. import loop
 from ..api.recipes import merged
 from ..base.errors import choices
 from ..base.machine import look
-from ..base.types import Slice, WeightSlice
+from ..base.types import Slice
+from ..checkpoint.save import values_by_place
+from ..checkpoint.tree import checksum_of
 from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
@@ -155,10 +153,9 @@ class Trained:
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; only the main process reads them."""
     summaries: dict[str, str]
-    weights: dict[str, str]
-    """A checksum of each weight on this rank."""
-    states: dict[str, dict[str, str]]
-    """The state of each plugin: where in its `state_dict` -> a value as text."""
+    state: dict[str, str]
+    """What a checkpoint would hold of this rank: a value's place, or a tensor's name -> its text or
+    checksum."""
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -185,31 +182,9 @@ def train(
     opened = open_recipe(recipe, active, replace(look(), cores=1), checkpoints)
     loop.train(opened)
     lines = read_metrics(recipe.folder / "metrics.jsonl") if opened.is_main else []
-    states = {name: dict(_flat(state)) for name, state in active.state_dicts().items()}
-    shards = opened.weights.shards()
-    weights = {name: _checksum(shard) for name, shard in shards.items()}
-    return Trained(lines, active.summaries(), weights, states)
-
-
-def _flat(value: Any, where: str = "state_dict()") -> Iterator[tuple[str, str]]:
-    """Yield the values of a plugin's state as text, each with its place."""
-    match value:
-        case dict():
-            for key, item in value.items():
-                yield from _flat(item, f"{where}[{key!r}]")
-        case list() | tuple():
-            yield from _flat(dict(enumerate(value)), where)
-        case WeightSlice():
-            yield where, f"slice of {value.weight}: checksum {_checksum(value.values)}"
-        case Tensor():
-            yield where, f"{value.dtype}{[*value.shape]}, checksum {_checksum(value)}"
-        case _:
-            yield where, repr(value)
-
-
-def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(data.data)
+    described, shards = opened.checkpoints.describe()
+    sums = {name: checksum_of(shard.values) for name, shard in shards.items()}
+    return Trained(lines, active.summaries(), values_by_place(described) | sums)
 
 
 def prepare(raw: RawRecipe) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
