@@ -11,11 +11,12 @@ from torch import Tensor
 from .base.console import progress
 from .base.types import Batch
 from .ranks.connect import disconnect, gradient_sync, seed_step
+from .ranks.failures import describe_failure
 from .ranks.load_batches import GlobalBatch, explain_out_of_memory
 from .ranks.optimizer_checks import explain_optimizer
 from .ranks.step_numbers import Numbers, means_of
 from .ranks.trained_model import evaluating, work_with_weights
-from .run import Run, describe_error
+from .run import Run
 
 
 def train(run: Run) -> None:
@@ -72,7 +73,7 @@ def saving_at_failure(run: Run) -> Iterator[None]:
             try:
                 run.checkpoints.save(run.step)
             except Exception as failed:  # must not hide the reason
-                error.add_note(f"then, as it was saved: {describe_error(failed)}")
+                error.add_note(f"then, as it was saved: {describe_failure(failed)}")
         elif isinstance(error, Exception):  # a second signal ends the run at once
             run.checkpoints.rescue()
         raise

@@ -24,6 +24,7 @@ from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
 from .ranks.agree import Ranks, agreed, ending_together, is_known_to_all
 from .ranks.connect import strategy_name
+from .ranks.failures import describe_failure
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.loss_scale import LossScale
 from .ranks.precision import describe_dtypes, dtypes_of
@@ -199,13 +200,13 @@ class Run:
         """
         status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
-            self.record.end(status, describe_error(error))
+            self.record.end(status, describe_failure(error))
             if not notified:
                 for _, plugin_error in self.active.notify("finished", run=self, status=status):
-                    error.add_note(f"then, as the run ended: {describe_error(plugin_error)}")
+                    error.add_note(f"then, as the run ended: {describe_failure(plugin_error)}")
             self.record.close()
         except Exception as closing_error:  # a full disk, or a plugin's summary
-            error.add_note(f"then, as the record was closed: {describe_error(closing_error)}")
+            error.add_note(f"then, as the record was closed: {describe_failure(closing_error)}")
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the global batches of the remaining steps, until a stop."""
@@ -269,11 +270,6 @@ class Run:
                 say(f"best: {keep_best} {best.value:.4g} at step {step}; model/ has its weights")
             work_with_weights(self, "save", work)
         self.notify("saved", folder=folder, kind="model", step=step)
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an error's message with its notes, which name the plugin."""
-    return "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
 
 
 def describe(run: Run) -> None:

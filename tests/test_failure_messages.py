@@ -78,7 +78,7 @@ def test_a_plugin_that_fails_is_named_and_its_run_has_failed(
     assert (run / "run.json").exists() == recorded
     if recorded:
         facts = json.loads((run / "run.json").read_text())
-        assert facts["status"] == "failed" and facts["reason"].startswith(says)
+        assert facts["status"] == "failed" and f"Error: {says}" in facts["reason"]
         assert f"plugin 'fails', in its hook '{hook}'" in facts["reason"]
         assert says.partition("'")[0] in (run / "report.html").read_text()
     if hook == "collate":

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import psutil
 
-from ..base.errors import LaunchError, PlugsftError
+from ..base.errors import LaunchError
 from ..base.for_commands import quiet_libraries, refusal_of
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
+from ..base.sending import sendable
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
@@ -119,7 +119,9 @@ def main(folder: Path) -> int:
         recipe, active = resolve(tables, (), path)
         train_recipe(recipe, active, path, start)
     except BaseException as error:
-        (folder / ERROR.format(os.environ["RANK"])).write_bytes(_pickled(error))
+        rank = os.environ["RANK"]
+        told = sendable(refusal_of(error) or error, f"on rank {rank}")
+        (folder / ERROR.format(rank)).write_bytes(pickle.dumps(told))
         return getattr(error, "exit_code", 1)
     return 0
 
@@ -129,19 +131,6 @@ def _stop_with_parent() -> None:
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def _pickled(error: BaseException) -> bytes:
-    """Return an error's bytes; add a traceback to unexpected errors."""
-    error = refusal_of(error) or error
-    trace = "".join(traceback.format_exception(error))
-    if not isinstance(error, PlugsftError | KeyboardInterrupt):
-        error.add_note(f"on rank {os.environ['RANK']}:\n{trace}")
-    try:
-        pickle.loads(data := pickle.dumps(error))
-    except Exception:  # whatever a plugin's error holds
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}\n{trace}"))
-    return data
 
 
 if __name__ == "__main__":

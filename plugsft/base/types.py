@@ -157,7 +157,7 @@ class SliceResult:
     """The shard of a slice, or the error, as a worker sends it."""
 
     shard: Shard | None
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def get(self) -> Shard:
         """Return the shard; raise the worker's error here."""

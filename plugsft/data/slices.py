@@ -2,9 +2,7 @@
 
 import gc
 import json
-import pickle
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +15,7 @@ from ..base.atomic import stamp, write_text
 from ..base.checksums import add_checksum, parse_checksummed
 from ..base.console import progress as progress_bar
 from ..base.errors import DataError, PlugsftError
+from ..base.sending import sendable
 from ..base.types import Rendered, Row, Shard, Slice, SliceResult
 from ..hooks import Hooks, is_core, with_plugins
 from ..recipe.tables import Data, Source
@@ -90,14 +89,7 @@ class ShardWriter:
         try:
             return SliceResult(self.tokenize(part))
         except Exception as error:  # a plugin may raise any error; the main process ends the run
-            trace = "".join(traceback.format_exception(error))
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                error = RuntimeError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, PlugsftError):
-                error.add_note(f"in a worker process:\n{trace}")
-            return SliceResult(None, error)
+            return SliceResult(None, sendable(error, "in a worker process"))
 
     def slices(self, sources: Sequence[OpenSource]) -> list[Slice]:
         """Cut sources into slices; refuse configured columns that no row has."""

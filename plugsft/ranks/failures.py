@@ -41,9 +41,11 @@ def store_key(name: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describe an error and its notes in one line, for other ranks."""
+    """Describe an error and its notes in one line, for other ranks and the record."""
     text = "; ".join([*str(error).splitlines(), *getattr(error, "__notes__", ())])
-    return text if isinstance(error, PlugsftError) else f"{type(error).__name__}: {text}"
+    if text and isinstance(error, PlugsftError | KeyboardInterrupt):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 class PeerError(TrainError):
