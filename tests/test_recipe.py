@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from plugsft import Recipe, RecipeError
 from plugsft.recipe import tables as recipe_module
 from plugsft.recipe.explain import explain
-from plugsft.recipe.parse import fields, flatten, resolved
+from plugsft.recipe.parse import changed, fields, flatten, resolved
 from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Checkpoint
 from plugsft.registry.discover import find, load_class
@@ -418,6 +418,10 @@ def test_overrides_reach_into_lists(tmp_path):
 def test_wrong_overrides(tiny, override, expected):
     (line,) = problems(tiny(), override)
     assert expected in line
+
+
+def test_a_text_that_was_empty_is_a_change():
+    assert changed({"data.system": ""}, {"data.system": "Be brief."}) == ["data.system"]
 
 
 def full_tables(folder):

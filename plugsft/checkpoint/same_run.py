@@ -73,7 +73,9 @@ def ensure_same_run(
     differing = show(changes, then, now)
     if contents:
         then_read, now_read = state["contents"]["checksums"], contents["checksums"]
-        differing += [f"{name} changed" for name in changed(then_read, now_read)]
+        for name in changed(then_read, now_read):
+            if "" not in (then_read.get(name), now_read.get(name)):  # of files that cannot be read
+                differing.append(f"{name} changed")
     if differing:
         cure = "Undo the changes"
         if then.get(RATE) != now.get(RATE):

@@ -22,7 +22,7 @@ from ..base.errors import DataError, PluginError, PlugsftError, RecipeError, rea
 from ..base.limits import read_json_object
 from ..base.types import Rendered, Row, Rows, Shard
 from ..hooks import with_plugins
-from ..recipe.parse import differing_parts
+from ..recipe.parse import changed, flatten
 from ..recipe.tables import Data, Recipe, short
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
@@ -233,7 +233,7 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
         data.work.tokenizer.day = key["day"]
     if not data.sources:
         key["data"] = stored_key["data"]
-    if parts := differing_parts(stored_key, key):
+    if parts := changed(flatten(stored_key), flatten(key)):
         raise RecipeError(
             f"data.tokens: {folder} was prepared with another {', '.join(parts)}; undo the change "
             "(its facts.json has the values as key_parts), or prepare again"

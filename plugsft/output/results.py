@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..base.console import say
 from ..base.errors import PlugsftError
 from ..base.for_commands import print_table
-from ..recipe.parse import differing_parts, flatten
+from ..recipe.parse import changed, flatten
 from .folder import how_to_continue, read_recipe, read_run
 from .run_record import RunRecord, figure, finite, label
 
@@ -103,7 +103,7 @@ def compare(a: RunRecord, b: RunRecord) -> Iterator[Section]:
     for title in ("versions", "machine", "model", "precision"):
         yield title, differing(a.table(title), b.table(title)), []
     for title, one, other in (("data", a.data, b.data), ("eval", a.eval, b.eval)):
-        parts = differing_parts(one.key_parts, other.key_parts) if one and other else []
+        parts = changed(flatten(one.key_parts), flatten(other.key_parts)) if one and other else []
         lines = [f"the tokens differ in {', '.join(parts)}"] if parts else []
         yield title, differing(a.table(title), b.table(title)), lines
     rows = [*results(a, b)]

@@ -48,12 +48,8 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs; "" stands for the checksum of a file that could not be read."""
-    return [
-        name
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name) and "" not in (then.get(name), now.get(name))
-    ]
+    """Name what differs."""
+    return [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
 
 
 def show(names: Iterable[str], then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -76,10 +72,3 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     if "sources" in tables["data"]:
         del tables["data"]["split"]
     return tables
-
-
-def differing_parts(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Name the parts in which two cache keys differ: "data", "options.max_length"."""
-    before, after = flatten(old), flatten(new)
-    names = sorted(before.keys() | after.keys())
-    return [name for name in names if before.get(name) != after.get(name)]

@@ -29,7 +29,7 @@ from ..output.folder import (
     results_of,
 )
 from ..ranks.launcher import LAUNCHER_ENDED, by_accelerate
-from ..recipe.parse import anchored, defaults_of, flatten
+from ..recipe.parse import anchored, changed, defaults_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
@@ -96,10 +96,9 @@ def is_finished(recipe: Recipe, step: int | None = None) -> bool:
         for tables in (read_recipe(folder), anchored(recipe))
     )
     then = defaults_of(now) | then  # a key that is newer than the run had its default
-    keys = {*then, *now} - {"plugins"}
-    if changed := sorted(key for key in keys if then.get(key) != now.get(key)):
+    if differing := [key for key in changed(then, now) if key != "plugins"]:
         raise RecipeError(
-            f"output: {recipe.output} holds another recipe's finished run: {', '.join(changed)} "
+            f"output: {recipe.output} holds another recipe's finished run: {', '.join(differing)} "
             "changed since; undo that, or give another output"
         )
     cure = results_of(folder)[1]
