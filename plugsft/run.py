@@ -19,7 +19,7 @@ from .checkpoint.final_model import save_model
 from .checkpoint.save import Checkpoints
 from .checkpoint.state import TrainState
 from .model.published import taken_out
-from .model.schedule import long_warmup
+from .model.schedule import without_peak
 from .model.tensor_shards import num_weights
 from .output.record import Record, data_facts
 from .ranks.agree import Ranks, agreed, ending_together, is_known_to_all
@@ -311,7 +311,7 @@ def describe(run: Run) -> None:
         + (f"; going on after step {done}" if done else "")
     )
     for warning in (
-        long_warmup(recipe.train, plan.steps),
+        without_peak(recipe.train, plan.steps),
         small_data(recipe.train, plan.examples),
     ):
         if warning:

@@ -104,7 +104,6 @@ def plan_steps(
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
         schedule = Schedule(factor, optimizer, plan.steps)
-        schedule.scale_factors(recipe.train)
         compared = plan.compared() | schedule.compared()
     ensure_alike(compared, SAME_INPUTS)
     return plan, schedule

@@ -38,8 +38,8 @@ only_full = pytest.mark.skipif(not FULL, reason="only tools/test --full runs it"
 # under the oldest versions that pyproject.toml allows.
 OLDEST = {
     "activation_offload", "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention",
-    "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings",
-    "liger", "loop", "lora", "lora_fused", "model_families", "model_loading",
+    "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "hf_schedule", "launch",
+    "launch_settings", "liger", "loop", "lora", "lora_fused", "model_families", "model_loading",
     "packed_documents", "precision", "private_names", "quantize", "rank_operations", "recipe",
     "selective_checkpointing", "torch_optimizer", "versions",
 }  # fmt: skip

@@ -112,8 +112,8 @@ REFUSED = [
     (["--resume-from={place}/short"], "is no checkpoint"),
     (["--resume", "--overwrite"], "choose one of them"),
     (["data.source={place}/nowhere.jsonl"], "no such file"),
-    (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
-    (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
+    (["train.schedule=wsd"], "decay, the last part of the run, go together"),
+    (["train.schedule=polynomial"], "write plugins.hf_schedule.name = 'polynomial'"),
     (
         ["eval.split=train[95%:]", "data.split=train[:95%]", "checkpoint.keep_best=eval_los"],
         "did you mean 'eval_loss'?",

@@ -295,6 +295,12 @@ def test_a_program_is_not_read(tmp_path, capsys, name):
 AXOLOTL_EVAL = {"test_datasets": [{"path": "e", "split": "dev"}], "evals_per_epoch": 1}
 LLAMA_DPO = {"stage": "dpo", "pref_loss": "simpo", "pref_ftx": 0.2}
 ROWS = {"eval_strategy": "steps", "eval_steps": 5}
+
+
+def with_options(name, **options):
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": options}
+
+
 BEST_F1 = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
 
 
@@ -340,6 +346,57 @@ BEST_F1 = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
             {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
             {"plugins.dpo.loss": "sigmoid", "plugins.dpo.nll": 0.3},
         ),
+        (
+            "axolotl",
+            {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1},
+            {"train.schedule": "cosine", "train.final_rate": 0.1},
+        ),
+        (
+            "axolotl",
+            {"lr_scheduler": "constant", "warmup_ratio": 0.1},
+            {"train.schedule": "constant", "train.warmup": 0.0},
+        ),
+        (
+            "trl",
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+            {"train.schedule": "constant", "train.warmup": 3},
+        ),
+        (
+            "trl",
+            with_options("constant_with_warmup", num_cycles=2),  # transformers passes it no options
+            {"train.schedule": "constant"},
+        ),
+        (
+            "trl",
+            with_options("cosine_with_min_lr", min_lr=1e-6) | {"learning_rate": 1e-5},
+            {"train.schedule": "cosine", "train.final_rate": 1e-6 / 1e-5},
+        ),
+        (
+            "trl",
+            with_options("cosine_with_min_lr", min_lr_rate=0.1),
+            {"train.schedule": "cosine", "train.final_rate": 0.1},
+        ),
+        (
+            "trl",
+            with_options("warmup_stable_decay", num_decay_steps=9, decay_type="linear"),
+            {"train.schedule": "wsd", "train.decay": 9, "train.final_rate": None},
+        ),
+        *(
+            (
+                "trl",
+                with_options(name, **options),
+                {"plugins.hf_schedule.name": name, "train.schedule": None}
+                | {f"plugins.hf_schedule.options.{key}": options[key] for key in options},
+            )
+            for name, options in (
+                ("warmup_stable_decay", {"num_decay_steps": 9}),
+                ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 1.5}),
+                ("cosine_with_restarts", {"num_cycles": 2}),
+                ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+                ("polynomial", {"power": 2.0}),
+                ("inverse_sqrt", {}),
+            )
+        ),
     ],
 )
 def test_keys_that_plugsft_has_under_another_name(folder, tool, settings, lines):
@@ -356,6 +413,8 @@ def test_keys_that_plugsft_has_under_another_name(folder, tool, settings, lines)
         ("llamafactory", {"val_size": 2.5, "eval_steps": 9}, ["val_size", "eval_steps"]),
         ("llamafactory", {"interleave_probs": "0.3,0.7"}, ["interleave_probs"]),
         ("llamafactory", {"enable_thinking": False}, ["enable_thinking"]),
+        ("axolotl", {"lr_scheduler": "rex"}, ["lr_scheduler"]),
+        ("trl", {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ("trl", {"average_tokens_across_devices": False}, ["average_tokens_across_devices"]),
         ("trl", {"train_sampling_strategy": "sequential"}, ["train_sampling_strategy"]),
     ],

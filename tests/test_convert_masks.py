@@ -13,7 +13,7 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands.converting.convert_file import convert_file, convert_settings
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
-from plugsft.model.schedule import schedule_factor
+from plugsft.model.schedule import ScheduleDefaults
 from plugsft.plugins.lora.targets import choose_modules
 from plugsft.registry.load import load
 
@@ -86,7 +86,7 @@ def test_masks_rates_batches_and_modules_equal_those_of_the_tool(tmp_path, model
 
     assert recipe.train.learning_rate == float(settings["learning_rate"])
     expected = THEIRS[name]["factors"]
-    factor = schedule_factor(recipe.train, len(expected))
+    factor = ScheduleDefaults().schedule(recipe.train, len(expected))
     assert [factor(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-12)
 
     # No token is before the first, so nothing predicts it.

@@ -72,7 +72,7 @@ def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
     for words, says in (
         ([recipe, "data.max_length=9999"], "the model's context is 256 tokens"),
         ([recipe, f"data.source={bad}"], "no format has these columns"),
-        ([recipe, "train.schedule_options={a=1}"], "schedule_options"),
+        ([recipe, "train.schedule=wsd"], "decay"),
         ([other], "model.safetensors: cannot be read"),
     ):
         result = run_plugsft(*words, "--overwrite")

@@ -86,6 +86,19 @@ def problems(path, *overrides):
             "train.schedule: given 'cosin'; did you mean 'cosine'? allowed: 'constant', ",
         ),
         ({"train": {"schedule": ["x"]}}, "train.schedule: given ['x']; allowed: 'constant', "),
+        ({"train": {"schedule": "wsd"}}, 'train: schedule = "wsd" and decay, the last part of the'),
+        (
+            {"train": {"decay": 0.1}},
+            'train: schedule = "wsd" and decay, the last part of the run, g',
+        ),
+        ({"train": {"schedule": "wsd", "decay": 0}}, "train.decay: given 0; it should be greater"),
+        ({"train": {"schedule": "wsd", "decay": 2.5}}, "train.decay: given 2.5; from 1 on it is a"),
+        ({"train": {"final_rate": 1.5}}, "train.final_rate: given 1.5; it should be less than or "),
+        (
+            {"train": {"schedule": "constant", "final_rate": 0.0}},
+            'train: final_rate is not for schedule = "constant", which stays at its peak; remov',
+        ),
+        ({"train": {"schedule_options": 3}}, "train.schedule_options: unknown key (given 3)"),
         ({"train": [1]}, "train: given [1]; it should be a table"),
         ({"plugins": 3}, "plugins: given 3; it should be a table"),
         ({"data": {"columns": {"text": 1}}}, "data.columns.text: given 1; it should be text in "),
@@ -424,11 +437,73 @@ def test_a_text_that_was_empty_is_a_change():
     assert changed({"data.system": ""}, {"data.system": "Be brief."}) == ["data.system"]
 
 
+OLD_SCHEDULES = [
+    ({"schedule": "constant_with_warmup"}, {"train": {"schedule": "constant"}}),
+    (
+        {"schedule": "cosine_with_min_lr", "schedule_options": {"min_lr_rate": 0.1}},
+        {"train": {"schedule": "cosine", "final_rate": 0.1}},
+    ),
+    (
+        {
+            "schedule": "warmup_stable_decay",
+            "schedule_options": {"num_decay_steps": 5, "decay_type": "linear", "min_lr_ratio": 0.1},
+        },
+        {"train": {"schedule": "wsd", "decay": 5, "final_rate": 0.1}},
+    ),
+    (
+        {"schedule": "cosine_with_min_lr"},
+        {"plugins": {"hf_schedule": {"name": "cosine_with_min_lr"}}},
+    ),
+    ({"schedule": "polynomial"}, {"plugins": {"hf_schedule": {"name": "polynomial"}}}),
+    ({"schedule": "inverse_sqrt"}, {"plugins": {"hf_schedule": {"name": "inverse_sqrt"}}}),
+    *(
+        (
+            {"schedule": name, "schedule_options": options},
+            {"plugins": {"hf_schedule": {"name": name, "options": options}}},
+        )
+        for name, options in (
+            ("cosine", {"num_cycles": 1.5}),
+            ("cosine_with_min_lr", {"min_lr": 1e-6}),
+            ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 1.5}),
+            ("cosine_with_restarts", {"num_cycles": 2}),
+            ("polynomial", {"power": 2.0, "lr_end": 0.0}),
+            ("warmup_stable_decay", {"num_decay_steps": 5, "min_lr_ratio": 0.1}),
+            ("warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "1-sqrt"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_SCHEDULES)
+def test_an_old_schedule_is_refused_with_lines_that_a_recipe_takes(tmp_path, old, new):
+    tables = tiny_tables(tmp_path)
+    path = write_recipe(tmp_path / "r.toml", tables | {"train": tables["train"] | old})
+    (line,) = problems(path)
+    assert f"r.toml: train.schedule: '{old['schedule']}' is written otherwise now: " in line
+    lines = line.partition(", write ")[2].split(", ")
+    found = tomllib.loads("\n".join(lines))
+    assert found == new
+    merged = tables | {name: tables.get(name, {}) | table for name, table in found.items()}
+    load(write_recipe(path, merged))
+
+
+def test_a_changed_rate_is_refused_with_the_way_to_another_one(tiny):
+    (line,) = problems(tiny(), "train.learning_rate_after.4=2e-3")
+    assert "train.learning_rate_after: is gone; for another rate, export a checkpoint (plu" in line
+
+
+def test_empty_tables_in_the_recipes_of_older_runs_set_nothing(tmp_path):
+    tables = tiny_tables(tmp_path)
+    then = {**tables["train"], "schedule_options": {}, "learning_rate_after": {}}
+    recipe, wrong = validate({**tables, "train": then}, "r")
+    assert not wrong and recipe == validate(tables, "r")[0]
+
+
 def full_tables(folder):
     tables = tiny_tables(folder)
     tables["data"] |= {"columns": {"messages": "talk"}, "template_kwargs": {"a": [1, {"b": None}]}}
     del tables["data"]["template_kwargs"]["a"][1]["b"]  # TOML has no null
-    tables["train"] |= {"schedule_options": {"min_lr_rate": 0.1}, "epochs": 3, "warmup": 0.5}
+    tables["train"] |= {"schedule": "cosine", "final_rate": 0.1, "epochs": 3, "warmup": 0.5}
     tables["eval"] = {"every": 3, "source": tables["data"]["source"], "split": "train[:2]"}
     tables["checkpoint"] = {"every": 5}
     return tables

@@ -1,23 +1,23 @@
 """Learning rates equal those of transformers at every step, without state."""
 
+import json
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import must_succeed, read_metrics, run_plugsft, run_ranks
+from conftest import read_metrics, run_plugsft, run_ranks
 from plugin_packages import activate, install
 from transformers import TrainingArguments, get_scheduler
 
-from plugsft.base.errors import PluginError, RecipeError
+from plugsft.base.errors import CheckpointError, PluginError, RecipeError
+from plugsft.checkpoint.same_run import FORMAT, ensure_same_run, keys_affecting_results
 from plugsft.commands.recipes import check
 from plugsft.lab.trials import trials
-from plugsft.model.schedule import Schedule, schedule_factor, warmup_steps
+from plugsft.model.schedule import Schedule, ScheduleDefaults, without_peak
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
-from plugsft.start.checks import check_schedule
 
 
 def optimizer():
@@ -25,55 +25,58 @@ def optimizer():
     return torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": 0.25}], lr=0.5)
 
 
+def factor_of(total, **keys):
+    train = Train(batch_size=1, learning_rate=0.5, **keys)
+    return ScheduleDefaults().schedule(train, total)
+
+
+@pytest.mark.parametrize("warmup", [0.2, 0.0])
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("keys", "name", "options"),
     [
-        ("constant", {}),
-        ("constant_with_warmup", {}),
-        ("linear", {}),
-        ("cosine", {}),
-        ("cosine_with_restarts", {"num_cycles": 2}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ("polynomial", {"power": 2.0}),
-        ("inverse_sqrt", {}),
-        ("cosine_with_min_lr", {"min_lr": 0.2, "num_cycles": 1.5}),
-        ("polynomial", {"lr_end": 0.1}),
-        ("inverse_sqrt", {"timescale": 7}),
-        ("warmup_stable_decay", {"num_decay_steps": 5}),
-        *(
-            (
-                "warmup_stable_decay",
-                {"num_decay_steps": 6, "num_stable_steps": 7, "min_lr_ratio": 0.1}
-                | {"warmup_type": rise, "decay_type": fall},
-            )
-            for rise, fall in (("cosine", "linear"), ("1-sqrt", "1-sqrt"))
+        ({"schedule": "constant"}, "constant_with_warmup", {}),
+        ({"schedule": "linear"}, "linear", {}),
+        ({"schedule": "cosine"}, "cosine", {}),
+        ({"schedule": "cosine", "final_rate": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({"schedule": "wsd", "decay": 5}, "warmup_stable_decay", {"num_decay_steps": 5}),
+        (
+            {"schedule": "wsd", "decay": 0.31, "final_rate": 0.3},
+            "warmup_stable_decay",
+            {"num_decay_steps": 7, "min_lr_ratio": 0.3},
+        ),
+        (  # without a stable part
+            {"schedule": "wsd", "decay": 0.8},
+            "warmup_stable_decay",
+            {"num_decay_steps": 16},
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
-def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, options):
-    train = Train(
-        batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options, warmup=0.2
-    )
+def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(keys, name, options, warmup):
+    if name == "warmup_stable_decay":
+        options = {**options, "decay_type": "linear"}
     theirs_on = optimizer()
-    theirs = get_scheduler(
-        name,
-        theirs_on,
-        num_warmup_steps=4,
-        num_training_steps=20,
-        scheduler_specific_kwargs=options,
-    )
+    theirs = get_scheduler(name, theirs_on, round(warmup * 20), 20, options)
     expected = []
     for _ in range(20):
         expected.append([group["lr"] for group in theirs_on.param_groups])
         theirs_on.step()
         theirs.step()
     ours_on = optimizer()
-    ours = Schedule(schedule_factor(train, 20), ours_on, 20)
+    ours = Schedule(factor_of(20, warmup=warmup, **keys), ours_on, 20)
     for step in [*range(20, 0, -1), 7]:
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
-        assert found == expected[step - 1] and rate == found[0], step
+        if name in ("warmup_stable_decay", "cosine_with_min_lr"):
+            assert found == pytest.approx(expected[step - 1], rel=0, abs=1e-12), step
+        else:
+            assert found == expected[step - 1], step
+        assert rate == found[0]
+
+
+def test_a_linear_schedule_may_end_above_0():
+    factor = factor_of(10, schedule="linear", warmup=2, final_rate=0.2)
+    assert [factor(step) for step in (0, 1, 2, 6)] == pytest.approx([0.0, 0.5, 1.0, 0.6])
+    assert factor(9) == pytest.approx(0.3) and factor(10) == 0.2
 
 
 @pytest.mark.parametrize(
@@ -82,60 +85,58 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
 )
 def test_a_share_of_warm_up_steps_is_rounded_as_transformers_trainer_does(warmup, total):
     theirs = TrainingArguments(output_dir="none", warmup_steps=warmup).get_warmup_steps(total)
-    train = Train(batch_size=1, learning_rate=0.5, warmup=warmup)
-    assert warmup_steps(train, total) == theirs
-    factor = schedule_factor(train, total)
+    assert Train.steps_of(warmup, total) == theirs
+    factor = factor_of(total, warmup=warmup)
     rates = [factor(step) for step in range(total)]
     assert rates.index(max(rates)) == min(theirs, total - 1)
 
 
 def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
     for warmup in (0.5, 10.0):
-        on = optimizer()
-        train = Train(batch_size=1, learning_rate=0.5, warmup=warmup)
-        schedule = Schedule(schedule_factor(train, 20), on, 20)
+        schedule = Schedule(factor_of(20, warmup=warmup), optimizer(), 20)
         assert schedule.set(6) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("keys", "steps", "says"),
     [
-        ("linear", {"foo": 1}, "foo: the schedule 'linear' has no such option; it has: none"),
-        ("cosine", {"num_cycle": 2}, "no such option; did you mean 'num_cycles'? it has: num_"),
-        ("cosine", {"num_cycles": "x"}, "num_cycles: the schedule 'cosine': given 'x'; Input sho"),
-        ("cosine_with_min_lr", {}, "'cosine_with_min_lr' needs either min_lr or min_lr_rate"),
-        ("warmup_stable_decay", {}, "num_decay_steps: the schedule 'warmup_stable_decay' needs it"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "sqrt"}, "given 'sqrt'"),
-        ("polynomial", {"lr_end": 0.5}, "needs lr_end < train.learning_rate; lr_end is 0.5"),
-        ("cosine_with_min_lr", {"min_lr_rate": 9e18}, "needs a smallest learning rate that is no"),
-        ("cosine_with_min_lr", {"min_lr": 0.6}, "needs a smallest learning rate that is no more"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 2.0}, "given 2.0; Input"),
-        ("inverse_sqrt", {"timescale": 0}, "timescale: the schedule 'inverse_sqrt': given 0;"),
+        ({"warmup": 3}, 2, "none of the 2 steps reaches train.learning_rate; lower train.warmup"),
+        ({"warmup": 3}, 3, "none of the 3 steps reaches train.learning_rate; lower train.warmup"),
+        ({"warmup": 3}, 4, ""),
+        ({"schedule": "wsd", "warmup": 3, "decay": 7}, 9, "lower train.warmup or train.decay"),
+        ({"schedule": "wsd", "warmup": 0.3, "decay": 7}, 10, ""),
+        ({"schedule": "wsd", "warmup": 0.6, "decay": 0.6}, 100, "none of the 100 steps reaches"),
     ],
 )
-def test_options_that_a_schedule_does_not_take_are_refused(name, options, says):
-    train = Train(batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options)
-    with pytest.raises(RecipeError, match=r"train\.schedule_options.*" + re.escape(says)):
-        check_schedule(SimpleNamespace(recipe=SimpleNamespace(train=train)))
+def test_a_run_without_a_step_at_the_peak_is_warned_of(keys, steps, says):
+    train = Train(batch_size=1, learning_rate=0.5, **keys)
+    found = without_peak(train, steps)
+    assert says in found and bool(says) == bool(found)
+    factor = ScheduleDefaults().schedule(train, steps)
+    assert (max(map(factor, range(steps))) < 1) == bool(says)
 
 
-def test_a_warm_up_that_a_schedule_would_ignore_is_refused():
-    train = Train(batch_size=1, learning_rate=0.5, schedule="constant", warmup=0.1)
-    with pytest.raises(RecipeError, match=r"train\.warmup: given 0\.1.*constant_with_warmup"):
-        check_schedule(SimpleNamespace(recipe=SimpleNamespace(train=train)))
-
-
-def test_a_run_warns_of_a_warm_up_that_takes_all_of_it(tiny):
-    result = run_plugsft(tiny(), "train.steps=2", "train.warmup=3")
-    assert "warning: the warm-up takes 3 of 2 steps" in result.stdout
+def test_a_run_and_check_warn_of_a_warm_up_and_a_decay_that_take_all_of_it(tiny):
+    keys = "train.schedule=wsd", "train.decay=2", "train.warmup=2"
+    result = run_plugsft(tiny(), "train.steps=3", *keys)
+    says = "none of the 3 steps reaches train.learning_rate; lower train.warmup or train.decay"
+    assert f"warning: {says}" in result.stdout
+    assert says in run_plugsft("check", tiny(), "train.steps=3", *keys).stdout
     refused = run_plugsft("check", tiny(), "train.warmup=1e308")
     assert refused.returncode == 2 and "train.warmup: given 1e+308" in refused.stderr
 
 
-def test_training_refuses_them_before_it_starts(tiny, tmp_path):
-    result = run_plugsft(tiny(), "train.schedule_options={foo=1}")
-    assert result.returncode == 2 and "train.schedule_options" in result.stderr
-    assert "data:" not in result.stdout
+def test_a_checkpoint_from_before_the_keys_were_typed_is_resumed(tiny, tmp_path):
+    recipe, active = load(tiny())
+    keys = keys_affecting_results(recipe, active)
+    old = {"train.schedule_options": {}, "train.learning_rate_after": {}}
+    state = {"format": FORMAT, "step": 2, "recipe": keys | old}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    ensure_same_run(tmp_path, recipe, active)
+    state["recipe"]["train.schedule_options.num_cycles"] = 2
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"schedule_options\.num_cycles was 2 and is not set"):
+        ensure_same_run(tmp_path, recipe, active)
 
 
 HALVES = """
@@ -184,28 +185,6 @@ def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkey
     with trials(*load(recipe)) as runner:  # as `bench` and `tune` train
         trial = runner.run({}, steps=4)
     assert trial.of("learning_rate") == [1e-2, 1e-2, 5e-3, 5e-3]
-
-
-def test_a_rate_that_changes_within_a_run_may_be_given_at_a_resume(tiny, tmp_path):
-    recipe = tiny(train={"steps": 6, "learning_rate": 1e-2}, checkpoint={"every": 2, "keep": 9})
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lower = "train.learning_rate_after.4=2e-3"
-    must_succeed(recipe, f"output={whole}", lower)
-    rates = [1e-2 * (6 - step) / 6 * (0.2 if step >= 4 else 1) for step in range(6)]
-    assert [line["learning_rate"] for line in read_metrics(whole)] == pytest.approx(rates)
-    must_succeed(recipe, f"output={parts}")
-    words = recipe, f"output={parts}", "--resume-from", parts / "checkpoints/step-000004"
-    refused = run_plugsft(*words, "train.learning_rate=0.002").stderr
-    assert "(the steps that are left take train.learning_rate_after.4=0.002)" in refused
-    assert "after.3 was not set and is 0.002" in run_plugsft(*words, lower.replace("4", "3")).stderr
-    assert (
-        "after.6: no learning rate follows" in run_plugsft(*words, lower.replace("4", "6")).stderr
-    )
-    must_succeed(*words, lower)
-    losses = [[line["loss"] for line in read_metrics(run)] for run in (whole, parts)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
-    refused = run_plugsft(recipe, f"output={parts}", "--resume")
-    assert "train.learning_rate_after.4 was 0.002 and is not set" in refused.stderr
 
 
 SLOWER = """

@@ -53,9 +53,10 @@ GROUPS = {
         "quantize": "lora.md",
         "router_loss": "experts.md",
     },
-    "Optimizers and averages": {
+    "Optimizers, schedules and averages": {
         "low_memory_adam": "optimizers.md",
         "torch_optimizer": "optimizers.md",
+        "hf_schedule": "train.md",
         "ema": "optimizers.md",
     },
     "Preferences and rewards": {

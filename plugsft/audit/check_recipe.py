@@ -24,7 +24,7 @@ from ..data.prepare import TOKEN_HOOKS, data_warnings, open_data, open_named_tok
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
-from ..model.schedule import ScheduleDefaults, factors_of, long_warmup
+from ..model.schedule import ScheduleDefaults, factors_of, without_peak
 from ..output.disk_space import ensure_room
 from ..output.folder import describe_results
 from ..recipe.capabilities import Capability
@@ -305,7 +305,7 @@ def _steps(
     if len(layouts):
         _batches(findings, recipe, layouts, lengths)
     findings.ok("checkpoints", recipe.checkpoint.describe(steps, per_epoch))
-    for warning in filter(None, (long_warmup(train, steps), small_data(train, examples))):
+    for warning in filter(None, (without_peak(train, steps), small_data(train, examples))):
         findings.warn("steps", warning)
     return steps, per_epoch
 

@@ -19,8 +19,6 @@ WRITERS: dict[Any, str] = {6: "plugsft 0.1.0 (commit 1faea179) or an earlier 0.2
 """Older version of a checkpoint's files -> what wrote it."""
 STATE, LOCK = "state.json", ".plugsft.lock"
 """Files of a checkpoint, and of the output folder while a run writes into it."""
-RATE, CHANGED_RATE = "train.learning_rate", "train.learning_rate_after"
-"""The peak learning rate, and its changes, which a resume may get for the steps that are left."""
 # How recipe keys begin that may differ when a run resumes: paths, batch layout and logging. Plugins
 # name their options that affect results themselves. Data are compared by the checksum of their
 # tokens: files may be moved, but not changed.
@@ -65,21 +63,19 @@ def ensure_same_run(
     """Refuse a checkpoint of another version, of another recipe, or of other contents, if given."""
     state = read_state(path)
     now = keys_affecting_results(recipe, active)
-    # Keys that are newer than the checkpoint had their default values.
-    then = defaults_of(now) | state["recipe"]
+    # Keys that are newer than the checkpoint had their default values; an empty table of a key that
+    # is gone set nothing.
+    then = {key: value for key, value in state["recipe"].items() if key in now or value != {}}
+    then = defaults_of(now) | then
     if contents:
         now, then = now | contents["settings"], then | state["contents"]["settings"]
-    changes = [key for key in changed(then, now) if not _is_later(key, state["step"])]
-    differing = show(changes, then, now)
+    differing = show(changed(then, now), then, now)
     if contents:
         then_read, now_read = state["contents"]["checksums"], contents["checksums"]
         for name in changed(then_read, now_read):
             if "" not in (then_read.get(name), now_read.get(name)):  # of files that cannot be read
                 differing.append(f"{name} changed")
     if differing:
-        cure = "Undo the changes"
-        if then.get(RATE) != now.get(RATE):
-            cure += f" (the steps that are left take {CHANGED_RATE}.{state['step']}={now[RATE]})"
         new_run = "begin a new run in another output folder"
         # Without its base, nothing is exported.
         if "the weights in the model's files changed" not in differing:
@@ -88,7 +84,8 @@ def ensure_same_run(
                 f"(if it has adapters, {Capability.bundled('adapters').table} adapter = FOLDER)"
             )
         raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. {cure}, or {new_run}"
+            f"{path} belongs to another recipe: {'; '.join(differing)}. Undo the changes, "
+            f"or {new_run}"
         )
     if contents and (noted := changed(state["contents"]["noted"], contents["noted"])):
         say(f"warning: changed since {path.name}: {', '.join(noted)}; results may differ")
@@ -107,12 +104,6 @@ def read_state(path: Path) -> dict[str, Any]:
             "FOLDER) and begin a new run with model.path = FOLDER, in another output folder"
         )
     return state
-
-
-def _is_later(key: str, step: int) -> bool:
-    """Tell whether a key changes the learning rate after a step; an empty table changes nothing."""
-    table, _, change = key.rpartition(".")
-    return key == CHANGED_RATE or (table == CHANGED_RATE and int(change) >= step)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from ..base.errors import RecipeError, did_you_mean, reason_of
 from ..base.limits import parse_toml, read_text
 from .explain import EXAMPLE, explain, value_of
+from .schedule_names import cures
 from .tables import DATA_FILES, Recipe
 
 
@@ -47,6 +48,12 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:
     """Check the core's tables; return the recipe, or None and its mistakes."""
+    train = raw.get("train")
+    if isinstance(train, Mapping):
+        if old := [f"{path}: {cure}" for cure in cures(train)]:
+            return None, old
+        # The recipe of an older run has empty tables there, which set nothing.
+        raw = {**raw, "train": {key: value for key, value in train.items() if value != {}}}
     try:
         return Recipe.model_validate(raw), []
     except ValidationError as error:

@@ -1,5 +1,6 @@
 """The recipe as typed tables: options, their docs, and their defaults."""
 
+import math
 import os
 import re
 from itertools import chain
@@ -52,19 +53,6 @@ COLUMNS = [
     "labels",
 ]
 """All columns that are read from rows."""
-
-
-Schedule = Literal[
-    "constant",
-    "constant_with_warmup",
-    "cosine",
-    "cosine_with_min_lr",
-    "cosine_with_restarts",
-    "inverse_sqrt",
-    "linear",
-    "polynomial",
-    "warmup_stable_decay",
-]
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -121,10 +109,6 @@ Template = Annotated[
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""A learning rate."""
-Step = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
-"""A step as a key."""
 
 
 class Table(BaseModel):
@@ -331,12 +315,9 @@ class Train(Table):
 
     batch_size: Count = Field(examples=[16])
     """Examples per optimizer step (the global batch), over all ranks."""
-    learning_rate: Rate = Field(examples=[1e-5])
+    learning_rate: float = Field(ge=0, allow_inf_nan=False, examples=[1e-5])
     """Peak learning rate. Bundled recipes take about 1e-5 for all weights, and 1e-4 for
     adapters."""
-    learning_rate_after: dict[Step, Rate] = Field(default_factory=dict)
-    """Another peak from a step on: `{300 = 5e-5}` holds from step 301, and the schedule is scaled
-    by it. A resumed run may get one for the steps that are left."""
     micro_batch: Count = 1
     """Examples per micro-batch of a rank; affects memory and speed, results only by rounding. With
     [plugins.bfd_packing] its `capacity` takes the place of this key."""
@@ -344,13 +325,19 @@ class Train(Table):
     """Passes over the data."""
     steps: Count | None = None
     """Total steps, instead of `epochs`."""
-    schedule: Schedule = "linear"
-    """Name of the learning-rate schedule in transformers."""
-    schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of the schedule: `{min_lr_rate = 0.1}` for cosine_with_min_lr."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
+    """The learning rate after the warm-up: it stays at its peak, or falls on a line or half a
+    cosine. With "wsd", it stays until `decay`, and then falls on a line. [plugins.hf_schedule] has
+    the others of transformers."""
     warmup: float = Field(0.0, ge=0, lt=2**31)
     """Warm-up: below 1 a share of all steps, rounded up, else a number of steps. Step 1 then has
-    the learning rate 0, as in transformers."""
+    the learning rate 0, as in transformers; with "wsd" `final_rate`."""
+    decay: float | None = Field(None, gt=0, lt=2**31)
+    """For "wsd": the last part of the run, in which the learning rate falls. Below 1 a share of all
+    steps, rounded up, else a number of steps."""
+    final_rate: float | None = Field(None, ge=0, le=1)
+    """The learning rate at the end of "linear", "cosine" and "wsd", as a share of its peak.
+    Default: 0."""
     weight_decay: float = Field(0.0, ge=0, le=1_000)
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -369,24 +356,37 @@ class Train(Table):
     log_every: Count = 10
     """Steps between console lines; metrics.jsonl has all steps."""
 
-    def peak_after(self, step: int) -> float:
-        """Return the peak learning rate that holds after a step."""
-        changes = [int(change) for change in self.learning_rate_after if int(change) <= step]
-        return self.learning_rate_after[str(max(changes))] if changes else self.learning_rate
+    @staticmethod
+    def steps_of(part: float, total: int) -> int:
+        """Count the steps of a part of the run as transformers does: a share is rounded up."""
+        return math.ceil(part * total) if part < 1 else int(part)
 
     def replaced_epochs(self) -> str:
         """Return "; train.steps = 50 replaces train.epochs = 3" if the recipe sets both."""
         text = f"; train.steps = {self.steps} replaces train.epochs = {self.epochs}"
         return text if self.steps and "epochs" in self.model_fields_set else ""
 
-    @field_validator("warmup")
+    @field_validator("warmup", "decay")
     @classmethod
-    def _whole_warmup(cls, warmup: float) -> float:
-        if warmup > 1 and warmup % 1:
+    def _whole_steps(cls, part: float | None) -> float | None:
+        if part and part > 1 and part % 1:
             raise ValueError(
-                f"given {warmup}; from 1 on it is a number of steps, and should be whole"
+                f"given {part}; from 1 on it is a number of steps, and should be whole"
             )
-        return warmup
+        return part
+
+    @model_validator(mode="after")
+    def _schedule_keys_agree(self) -> Self:
+        if (self.schedule == "wsd") != (self.decay is not None):
+            raise ValueError(
+                'schedule = "wsd" and decay, the last part of the run, go together: set both, for '
+                "instance decay = 0.1, or neither"
+            )
+        if self.schedule == "constant" and self.final_rate is not None:
+            raise ValueError(
+                'final_rate is not for schedule = "constant", which stays at its peak; remove it'
+            )
+        return self
 
     @field_validator("epochs", mode="before")
     @classmethod

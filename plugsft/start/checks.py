@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from ..base.errors import RecipeError, choices, reason_of
 from ..base.machine import Machine
 from ..hooks import is_core
-from ..model.schedule import schedule_factor
 from ..output.folder import ensure_ours, wrong_inputs
 from ..ranks.launcher import ensure_environment, started_too_few
 from ..recipe.tables import Recipe
@@ -91,18 +90,6 @@ def check_output(case: Case) -> str:
         raise RecipeError(f"output: {existing} is no folder to write to; name another folder")
     ensure_ours(case.recipe.folder)
     return case.recipe.output
-
-
-def check_schedule(case: Case) -> str:
-    """Refuse options that the schedule does not take."""
-    train = case.recipe.train
-    if train.warmup and train.schedule == "constant":
-        raise RecipeError(
-            f"train.warmup: given {train.warmup:g}, but the schedule 'constant' has no warm-up; "
-            'set train.schedule = "constant_with_warmup"'
-        )
-    schedule_factor(train, train.steps or 100)
-    return ""
 
 
 def check_metrics(case: Case) -> str:
@@ -215,7 +202,6 @@ def check_example_weights(case: Case) -> str:
 CHECKS = (
     Check("nothing", "paths", check_paths),
     Check("nothing", "output", check_output),
-    Check("nothing", "schedule", check_schedule),
     Check("nothing", "metrics", check_metrics),
     Check("launcher", "launch", check_launch),
     Check("plugins", "plugins", check_plugins),

@@ -142,8 +142,7 @@ def _set_schedule(c: Conversion) -> None:
     training.set_schedule(c, "lr_scheduler", "cosine")
     rate = c.read("cosine_min_lr_ratio", 0.0)
     if rate and c.value("train.schedule") == "cosine":
-        c.set("train.schedule", "cosine_with_min_lr", "lr_scheduler")
-        c.set("train.schedule_options", {"min_lr_rate": rate}, "cosine_min_lr_ratio")
+        c.set("train.final_rate", rate, "cosine_min_lr_ratio")
     unset = c.get("warmup_steps", c.get("warmup_ratio")) is None
     training.set_warmup(c, 0.03 if unset else 0.0)
     warmup = c.lines["train.warmup"]

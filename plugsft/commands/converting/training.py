@@ -5,10 +5,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from ...base.console import format_count
-from ...recipe.tables import Schedule
+from ...recipe.schedule_names import NAMES, keys_of_schedule
 from .conversion import KEYS, Conversion, rows_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit")
@@ -49,14 +48,13 @@ def set_packing(c: Conversion, capacity: int, *keys: str) -> None:
 
 
 def set_schedule(c: Conversion, key: str, default: str) -> None:
-    """Write the schedule with its options, or name it if transformers alone has it."""
+    """Write the schedule with its options, or name it if transformers has none of this name."""
     name, options = c.read(key, default), c.get("lr_scheduler_kwargs", {})
-    if name not in get_args(Schedule):
+    if name not in NAMES:
         c.leave(key, "plugsft has no schedule of this name; use cosine, linear, ...")
         return
-    c.set("train.schedule", name, key)
-    if options:
-        c.set("train.schedule_options", options, "lr_scheduler_kwargs")
+    for to, value in keys_of_schedule(name, options, c.value("train.learning_rate")).items():
+        c.set(to, value, key, "lr_scheduler_kwargs")
 
 
 def set_warmup(c: Conversion, ratio: float) -> None:
@@ -67,7 +65,7 @@ def set_warmup(c: Conversion, ratio: float) -> None:
         warmup = c.read("warmup_ratio", ratio)
         if not 0 <= warmup < 1:
             raise c.refuse(key, "it should be a share: at least 0, and less than 1")
-    if c.value("train.schedule") == "constant":
+    if c.get(c.first("lr_scheduler", "lr_scheduler_type")) == "constant":
         warmup = 0.0  # transformers' schedule "constant" has none
     total = total_steps(c)
     if total and key == "warmup_ratio" and c.tool == "axolotl" and 0 < warmup < 1:
