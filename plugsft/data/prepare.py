@@ -347,7 +347,7 @@ def _announce(tokens: Tokens, origin: str, table: str = "data", rows: Rows | Non
     if unused := tokens.facts["unused_columns"]:
         say(f"{table}: unused columns: {', '.join(unused)}")
     weights = tokens.columns.get(WEIGHT)
-    if weights is not None:
+    if weights is not None and (weights != 1).any():
         say(
             f"{table}: examples have weights from {weights.min():g} to {weights.max():g}, "
             f"{weights.mean():g} on average"
