@@ -20,5 +20,7 @@ def curve_of(
         [curve] = get_scheduler(name, optimizer, warmup, steps, options).lr_lambdas
         curve(steps - 1)
     except Exception as error:  # transformers has various kinds
-        raise RecipeError(f"options: {name} of transformers refuses them: {error}") from error
+        # With its key, for `check` asks for the curve, too.
+        where = "plugins.hf_schedule.options"
+        raise RecipeError(f"{where}: {name} of transformers refuses them: {error}") from error
     return curve

@@ -66,7 +66,16 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
 def test_options_are_refused_with_the_words_of_transformers(name, options, says):
     with pytest.raises(RecipeError) as caught:
         check(name, options)
-    assert str(caught.value).startswith("options: ") and says in str(caught.value)
+    assert str(caught.value).startswith("plugins.hf_schedule.options: ") and says in str(
+        caught.value
+    )
+
+
+def test_check_says_once_that_options_are_refused(tiny):
+    keys = "plugins.hf_schedule.name=polynomial", "plugins.hf_schedule.options.powr=2"
+    refused = run_plugsft("check", tiny(), *keys)
+    assert refused.returncode == 2 and refused.stderr.count("error: ") == 1
+    assert "plugins.hf_schedule.options: polynomial of transformers refuses" in refused.stderr
 
 
 @pytest.mark.parametrize(
