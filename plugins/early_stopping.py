@@ -103,5 +103,7 @@ class EarlyStopping:
             best = f"no finite {self.metric}"
         self.result = best if self.waited or self.best_value is not None else ""
         if self.waited >= self.patience and run.step < run.steps:
-            unit = "evaluations" if self._of_evaluations else "steps"
-            run.stop(f"{self.metric} did not improve in {self.waited} {unit}; {best}")
+            unit = "evaluation" if self._of_evaluations else "step"
+            more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            waited = f"{self.waited} {unit}{'s' * (self.waited > 1)}"
+            run.stop(f"{self.metric} did not improve{more} in {waited}; {best}")

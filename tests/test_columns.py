@@ -429,3 +429,14 @@ def test_columns_and_trained_turns_of_one_source_are_its_own(tmp_path, capsys):
     opened = [sources.open_source(Source(**plain)), sources.open_source(misspelt)]
     with pytest.raises(RecipeError, match="no row has the column 'dialog'"):
         sources.ensure_columns(Data(sources=[Source(**plain), misspelt]), opened)
+
+
+def test_evaluation_rows_of_a_source_are_read_as_that_source(tmp_path):
+    rows = [{"dialogue": [*ASK, *TELL]}] * 6
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": [*ASK, *TELL]}] * 6)
+    own = write_jsonl(tmp_path / "own.jsonl", rows)
+    source = {"source": str(own), "split": "train[:4]", "columns": {"messages": "dialogue"}}
+    tables = tiny_tables(tmp_path) | {"data": {"sources": [{"source": str(plain)}, source]}}
+    recipe, active = resolve(tables | {"eval": {"source": str(own), "split": "train[4:]"}})
+    active.attach(DataDefaults(recipe.folder))
+    assert len(prepare.prepare(recipe, active).evaluation) == 2

@@ -107,7 +107,7 @@ REFUSED = [
     (["output={place}/finished"], "/finished holds a finished run: start again with"),
     (["output={place}/foreign"], "notes.txt: not written by plugsft"),
     (["output={place}/other"], "holds checkpoints up to step-000002"),
-    (["output={place}/other", "--resume"], "belongs to another recipe"),
+    (["output={place}/other", "--resume"], "belongs to another run"),
     (["--resume"], "there is no checkpoint in"),
     (["--resume-from={place}/short"], "is no checkpoint"),
     (["--resume", "--overwrite"], "choose one of them"),

@@ -522,3 +522,27 @@ def test_merged_keys_are_no_repeated_keys(tmp_path):
     text += "x: {deep: &a {<<: *b, k: 2}}\nlr_scheduler_kwargs: {<<: *a}\nlearning_rate: 1e-5"
     (tmp_path / "c.yaml").write_text(text)
     assert run_here("convert", tmp_path / "c.yaml", "--from", "trl") == 0
+
+
+def test_data_sets_that_name_their_columns_otherwise_keep_their_own(tmp_path):
+    one, two = ({"path": f"{n}.jsonl", "field_messages": n} for n in ("dialogue", "talk"))
+    settings = {"base_model": "me/model", "datasets": [one, two]}
+    sources = converted("axolotl", settings, tmp_path).value("data.sources")
+    assert [source["columns"] for source in sources] == [
+        {"messages": "dialogue"},
+        {"messages": "talk"},
+    ]
+    alike = {"base_model": "me/model", "datasets": [one, {**two, "field_messages": "dialogue"}]}
+    made = converted("axolotl", alike, tmp_path)
+    assert made.value("data.columns") == {"messages": "dialogue"}
+    assert not any("columns" in source for source in made.value("data.sources"))
+    (tmp_path / "data").mkdir()
+    info = {
+        name: {"formatting": "sharegpt", "columns": {"messages": name}, "file_name": f"{name}.json"}
+        for name in ("dialogue", "talk")
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    settings = {"model_name_or_path": "me/model", "dataset": "dialogue,talk", "stage": "sft"}
+    settings |= {"dataset_dir": str(tmp_path / "data"), "template": "qwen"}
+    sources = converted("llamafactory", settings, tmp_path).value("data.sources")
+    assert [source["columns"]["messages"] for source in sources] == ["dialogue", "talk"]

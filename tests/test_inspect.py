@@ -579,3 +579,8 @@ def test_a_template_without_a_prompt_and_a_system_turn_in_the_middle_are_warning
         "{%- else %} {{ m['content'] }}{{ eos_token }}{%- endif -%}{%- endfor -%}"
     )
     assert "before an answer" not in audited(bare, [ASK, TELL])[0]
+
+
+def test_a_row_of_weight_0_is_shown_as_what_it_is(tiny):
+    shown = run_plugsft("inspect", tiny([{"text": "owls", "weight": 0}, {"text": "elks"}])).stdout
+    assert "row 1: weight 0; left out" in shown and "cannot be used" not in shown

@@ -314,3 +314,15 @@ def test_a_pair_s_weight_multiplies_its_loss(tiny, tmp_path):
         divisor += weight
     assert steps["one"][0]["loss"] == pytest.approx(nll / divisor + math.log(2), rel=1e-5)
     assert steps["one"][0]["nll"] == pytest.approx(nll / divisor, rel=1e-5)
+
+
+def test_evaluation_rows_without_a_weight_count_1(tiny, tmp_path):
+    rows = [text_row("x" * n, weight=1 + n % 2) for n in range(12)]
+    plain = [text_row("y" * n) for n in range(4)]
+    losses = []
+    for held_out in (plain, [{**row, "weight": 1} for row in plain]):
+        source = write_jsonl(tmp_path / "held_out.jsonl", held_out)
+        must_succeed(tiny(rows, eval={"source": str(source)}), "train.steps=2", "--overwrite")
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[-1])["eval_loss"])
+    assert losses[0] == losses[1]

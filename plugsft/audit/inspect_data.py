@@ -23,6 +23,7 @@ from ..base.console import format_count, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
 from ..data.defaults import DataDefaults
+from ..data.examples import WEIGHTLESS
 from ..data.sample import make_work, sample_rows
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, ensure_columns, open_source
@@ -115,10 +116,12 @@ def views_of(
     name = work.sources[source].source
     unusable = {row: reason for reason, numbers in shard.bad.items() for row in numbers}
     unusable |= dict.fromkeys(shard.too_long, "too long")
+    weightless = shard.warnings.get(WEIGHTLESS, {"rows": ()})["rows"]
     for row in sample.rows:
         examples = np.flatnonzero(tokens.rows == row).tolist()
         if not examples:
-            yield InspectedRow(name, row, f"cannot be used: {unusable.get(row, NO_TOKEN)}")
+            why = f"cannot be used: {unusable.get(row, NO_TOKEN)}"
+            yield InspectedRow(name, row, WEIGHTLESS if row in weightless else why)
         for number, example in enumerate(examples, 1):
             ids, trained = tokens.example(example)
             cut = row in shard.truncated and len(ids) >= work.data.max_length

@@ -84,8 +84,8 @@ def ensure_same_run(
                 f"(if it has adapters, {Capability.bundled('adapters').table} adapter = FOLDER)"
             )
         raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. Undo the changes, "
-            f"or {new_run}"
+            f"{path} belongs to another run: {'; '.join(differing)}. Undo the changes (the run's "
+            f"own recipe is {recipe.folder / 'recipe.toml'}), or {new_run}"
         )
     if contents and (noted := changed(state["contents"]["noted"], contents["noted"])):
         say(f"warning: changed since {path.name}: {', '.join(noted)}; results may differ")

@@ -128,7 +128,7 @@ def prepare(
         evaluation = _prepare_tokens(work, sources, active, with_others, "eval")
         if any(overlap(sources[0].facts, source) for source in tokens.facts["sources"]):
             say(f"warning: {ROWS_NOT_HELD_OUT}")
-        if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
+        if missing := sorted(tokens.columns.keys() - evaluation.columns.keys() - {WEIGHT}):
             raise DataError(
                 f"eval.source: {name.source}: its rows have no column "
                 f"'{missing[0]}', but the training rows have; add it, or name another source"

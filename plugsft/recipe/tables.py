@@ -301,7 +301,8 @@ class Eval(Table):
     at_start: bool = False
     """Whether to evaluate before step 1 too, which shows what the training changes."""
     source: Place | None = None
-    """A hub name, a folder or a file, as data.source, which is the default."""
+    """A hub name, a folder or a file, as data.source, which is the default. Columns have the names
+    of [data.columns], and of the source in [[data.sources]] with this file."""
     split: str = "train"
     """Split or slice of the source: "train[95%:]". Its rows must not be trained."""
 
@@ -470,9 +471,12 @@ class Recipe(Table):
         return self
 
     def eval_source(self) -> Source:
-        """Return the source of the evaluation data."""
+        """Return the source of the evaluation data; rows of a source are read as that one's."""
         assert self.eval is not None
-        return Source(source=self.eval.source or str(self.data.source), split=self.eval.split)
+        name = self.eval.source or str(self.data.source)
+        read_as = {source.source: source for source in self.data.sources or ()}
+        source = read_as.get(name, Source(source=name))
+        return source.model_copy(update={"split": self.eval.split, "weight": 1.0})
 
     def packed_capacity(self) -> int:
         """Return the most tokens of a packed micro-batch."""

@@ -80,10 +80,14 @@ def _set_objective(c: Conversion) -> None:
 def _set_data(c: Conversion) -> None:
     """Write the sources, and what is trained in their rows."""
     c.require("datasets")
-    set_sources(c, listed_parts(c, "datasets"), "datasets")
-    for place in places(c, "datasets"):
+    columns = {place: _columns_of(c, place) for place in places(c, "datasets")}
+    first, *others = columns.values()
+    differ = any(other != first for other in others)
+    set_sources(c, listed_parts(c, "datasets", columns if differ else None), "datasets")
+    for place in columns:
         _check_rows(c, place)
-    _set_columns(c, places(c, "datasets"))
+    if first and not differ:
+        c.set("data.columns", first, comment="the names of field_messages, field, ...")
     if c.read("train_on_inputs", False):
         c.set("data.train_on", "all", "train_on_inputs")
         c.leave(
@@ -107,19 +111,17 @@ def _check_rows(c: Conversion, place: str) -> None:
         c.leave(f"{place}.roles_to_train", "answers alone are trained; use data.train_on")
 
 
-def _set_columns(c: Conversion, places: list[str]) -> None:
-    """Write data.columns."""
+def _columns_of(c: Conversion, place: str) -> dict[str, str]:
+    """Return the columns that a data set names: ours -> theirs."""
     columns: dict[str, str] = {}
-    for place in places:
-        messages = c.read(f"{place}.field_messages", "messages")
-        if messages not in ("messages", "conversations", "conversation"):
-            columns["messages"] = messages
-        for key, ours in COLUMNS.items():
-            theirs = c.read(f"{place}.{key}", ours)
-            if theirs != ours:
-                columns[ours] = theirs
-    if columns:
-        c.set("data.columns", columns, comment="the names of field_messages, field, ...")
+    messages = c.read(f"{place}.field_messages", "messages")
+    if messages not in ("messages", "conversations", "conversation"):
+        columns["messages"] = messages
+    for key, ours in COLUMNS.items():
+        theirs = c.read(f"{place}.{key}", ours)
+        if theirs != ours:
+            columns[ours] = theirs
+    return columns
 
 
 def _set_texts(c: Conversion) -> None:

@@ -280,8 +280,13 @@ def with_subset(source: Any, subset: Any) -> Any:
     return f"{source}:{subset}" if source and subset not in (None, "default") else source
 
 
-def listed_parts(c: Conversion, key: str) -> list[Table]:
-    """Return the sources of a list of data sets, as axolotl and TRL write it."""
+def listed_parts(
+    c: Conversion, key: str, columns: Mapping[str, Mapping[str, str]] | None = None
+) -> list[Table]:
+    """Return the sources of a list of data sets, as axolotl and TRL write it.
+
+    `columns`: those of each place in the list, where they differ.
+    """
     parts = []
     for place in places(c, key):
         path = c.get(f"{place}.path", c.get(f"{place}.id"))
@@ -291,7 +296,8 @@ def listed_parts(c: Conversion, key: str) -> list[Table]:
             raise RecipeError(f"{c.path}: {place} has no path; set it")
         split, weight = c.get(f"{place}.split"), c.read(f"{place}.weight", 1.0)
         files = files if isinstance(files, list) else [files]
-        parts += [part(name, split, weight) for name in files]
+        own = {"columns": columns[place]} if columns and columns[place] else {}
+        parts += [part(name, split, weight) | own for name in files]
     return parts
 
 
@@ -345,8 +351,8 @@ def hold_out(c: Conversion, key: str, size: float) -> None:
     if not middle:
         c.leave_evaluations(
             key,
-            "no split can be written for it; use data.split and eval.split with slices, such as "
-            '"train[:95%]" and "train[95%:]"',
+            'no split can be written for it; use split = "train[:95%]" in [data], or in one of '
+            '[[data.sources]], whose file is then eval.source, and eval.split = "train[95%:]"',
         )
         return
     c.set("data.split", f"{split}[:{middle}]", key)

@@ -92,8 +92,15 @@ def _set_data(c: Conversion) -> None:
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
             "and [data.columns], or convert again where that file is",
         )
-    set_sources(c, [_source(c, name, info, folder) for name in names], "dataset")
-    _set_columns(c, [info[name] for name in names if info])
+    parts = [_source(c, name, info, folder) for name in names]
+    columns = [_columns_of(c, info[name]) for name in names if info]
+    if columns and all(each == columns[0] for each in columns):
+        if columns[0]:
+            c.set("data.columns", columns[0], comment=f"columns of {INFO}")
+    else:
+        for part_of, own in zip(parts, columns, strict=False):
+            part_of |= {"columns": own} if own else {}
+    set_sources(c, parts, "dataset")
     size = c.read("val_size", 0.0)
     if evaluated:
         set_eval_source(c, [_source(c, name, info, folder) for name in evaluated], "eval_dataset")
@@ -134,30 +141,23 @@ def _source(c: Conversion, name: str, info: Table, folder: Path) -> Table:
     return part(place, split)
 
 
-def _set_columns(c: Conversion, entries: list[Table]) -> None:
-    """Write data.columns; they are the same for all sources."""
-    renamed: dict[str, str] = {}
-    for entry in entries:
-        columns = {"messages": "conversations", **entry.get("columns", {})}
-        chats = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
-        names = {COLUMNS[key]: name for key, name in columns.items() if key in COLUMNS}
-        if chats and columns["messages"] not in CHATS:
-            names["messages"] = columns["messages"]
-        if entry.get("ranking"):
-            names["prompt"] = columns["messages"] if chats else columns.get("prompt", "instruction")
-            names.pop("instruction", None)
-            if not chats:
-                c.leave(
-                    "dataset",
-                    "LLaMA-Factory writes texts to compare as chats, and plugsft as they are; use "
-                    "messages in the columns prompt, chosen and rejected",
-                )
-        for ours, theirs in names.items():
-            if renamed.setdefault(ours, theirs) != theirs:
-                c.leave("dataset", f"the sources name '{ours}' differently; rename it in the data")
-    columns = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
-    if columns:
-        c.set("data.columns", columns, comment=f"columns of {INFO}")
+def _columns_of(c: Conversion, entry: Table) -> dict[str, str]:
+    """Return the columns that a data set names: ours -> theirs."""
+    columns = {"messages": "conversations", **entry.get("columns", {})}
+    chats = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
+    names = {COLUMNS[key]: name for key, name in columns.items() if key in COLUMNS}
+    if chats and columns["messages"] not in CHATS:
+        names["messages"] = columns["messages"]
+    if entry.get("ranking"):
+        names["prompt"] = columns["messages"] if chats else columns.get("prompt", "instruction")
+        names.pop("instruction", None)
+        if not chats:
+            c.leave(
+                "dataset",
+                "LLaMA-Factory writes texts to compare as chats, and plugsft as they are; use "
+                "messages in the columns prompt, chosen and rejected",
+            )
+    return {ours: theirs for ours, theirs in names.items() if ours != theirs}
 
 
 TOOL = Tool("LLaMA-Factory", convert, ("shared", "trainer", "llamafactory"))
