@@ -25,8 +25,8 @@ class EarlyStopping:
 
     metric: str = "eval_loss"
     """Metric to watch: of evaluations (eval_...), or of steps, such as loss."""
-    best: Literal["lowest", "highest"] = "lowest"
-    """Which value of the metric is the best."""
+    best: Literal["lowest", "highest"] | None = None
+    """Which value of the metric is the best; to be set for what is no loss."""
     patience: Annotated[int, Field(ge=1)] = 3
     """The run stops after this number of evaluations (or steps) without improvement."""
     min_delta: NonNegativeFloat = 0.0
@@ -45,6 +45,16 @@ class EarlyStopping:
             raise RecipeError(
                 f"metric: '{self.metric}' differs from rank to rank and from run to run; watch a "
                 "loss instead"
+            )
+        is_loss = self.metric.endswith("loss")
+        if is_loss and self.best == "highest":
+            raise RecipeError(
+                f'best = "highest" would stop at the worst: {self.metric} is a loss; remove best'
+            )
+        if not is_loss and self.best is None:
+            raise RecipeError(
+                f"best: '{self.metric}' is no loss; set the value that is the best, \"highest\" or "
+                '"lowest"'
             )
 
     @hookimpl
@@ -94,7 +104,7 @@ class EarlyStopping:
         if self.best_value is None or not math.isfinite(value):
             return math.isfinite(value)
         decrease = self.best_value - value
-        return (decrease if self.best == "lowest" else -decrease) > self.min_delta
+        return (decrease if self.best != "highest" else -decrease) > self.min_delta
 
     def _stop_if_due(self, run: Run) -> None:
         if self.best_value is not None:

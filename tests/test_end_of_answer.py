@@ -147,3 +147,18 @@ def test_a_run_writes_it(tiny, tmp_path):
     written = json.loads((tmp_path / "run/model/generation_config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in written["eos_token_id"]
+
+
+def test_odd_values_for_generating_are_saved_as_they_were_published(tmp_path):
+    """transformers warns of them, and refuses to save them once another value has changed."""
+    tokenizer = tokenizer_with((FOLDER / "lfm2.jinja").read_text("utf8"))
+    answering(tokenizer, 0).save_pretrained(tmp_path / "base")
+    odd = {"eos_token_id": 0, "temperature": 0.6, "top_p": 0.9, "pad_token_id": -1}
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(odd))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    end_generation(model, tokenizer)
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    assert len(saved.pop("eos_token_id")) == 2
+    assert all(saved[name] == odd[name] for name in saved.keys() & odd.keys())
+    assert saved.keys() >= {"temperature", "top_p"}

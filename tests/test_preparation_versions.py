@@ -81,6 +81,7 @@ def files(folder):
     (folder / "windows.jsonl").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
     (folder / "array.json").write_text(json.dumps(rows, indent=1))
     pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet")
+    (folder / "table.csv").write_text('text,n,m\nNA,1,1\n007,2,x\n"a, b",,1.10\n')
     return sorted(folder.iterdir())
 
 

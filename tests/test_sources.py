@@ -367,3 +367,18 @@ def test_a_csv_row_with_a_field_too_many_moves_no_column(tmp_path):
     assert open_source(Source(source=str(path))).read(0, 1) == [
         {"prompt": "hello", "completion": "world"}
     ]
+
+
+def test_a_csv_s_texts_are_trained_as_they_are_written(tmp_path):
+    """pandas would guess types for each part of a file, and read "NA" as nothing."""
+    answers = ["words"] * 12_000 + ["007", "1.10", "123456789012345678901", "NA", "null", "True"]
+    lines = [f"{answer},{n % 3}.5,{n}" for n, answer in enumerate(answers)]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["output,weight,note", *lines, ",,", ""]), encoding="utf8")
+    rows = open_source(Source(source=str(path)))
+    read = rows.read(11_999, 12_007)
+    assert [row.get("output") for row in read] == [*answers[11_999:], None]
+    weights = [n % 3 + 0.5 for n in range(11_999, 12_006)]
+    assert [row.get("weight") for row in read] == [*weights, None]
+    [row] = rows.part(12_000, 12_001).read(0, 1)
+    assert row == {"output": "007", "weight": 0.5, "note": 12_000}

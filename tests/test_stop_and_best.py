@@ -445,7 +445,7 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
         rows=chats(24),
         train=TRAIN | {"steps": 3},
         eval={"split": "train[:4]", "every": 1},
-        checkpoint={"every": 1, "keep_best": "eval_told"},
+        checkpoint={"every": 1, "keep_best": "eval_told", "best": "lowest"},
         plugins={"told": {"values": [math.nan] * 3}},
     )
     last = "warning: no evaluation had a finite eval_told; model/ has the weights of"
@@ -492,7 +492,7 @@ def test_a_declared_metric_that_an_evaluation_does_not_give_is_named(tiny, tmp_p
     recipe = tiny(
         train=TRAIN,
         eval={"split": "train[:4]", "every": 1},
-        checkpoint={"keep_best": "eval_told"},
+        checkpoint={"keep_best": "eval_told", "best": "lowest"},
         plugins={"told": {"values": []}},
     )
     result = run_plugsft(recipe)

@@ -91,7 +91,10 @@ def data_tokenizer(tokenizer: Any, model: Model, day: str) -> Tokenizer:
         _raise_exceptions_for_gated_repo=False,
     )
     if file:
-        ids = ids_in(read_json_object(Path(file)).get("eos_token_id"))
+        try:
+            ids = ids_in(read_json_object(Path(file)).get("eos_token_id"))
+        except ValueError as error:
+            raise RecipeError(f"model: {file}: {reason_of(error)}; correct it") from error
         stops = tokenizer.convert_ids_to_tokens(ids)
     return replace(
         light,

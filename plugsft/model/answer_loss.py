@@ -53,7 +53,7 @@ class AnswerLoss:
     def check(self, recipe: Recipe) -> None:
         """Refuse prompts that would be compared, and a reference that does not exist."""
         self.recipe = recipe
-        if recipe.data.train_on == "all":
+        if any(recipe.data.of(each).train_on == "all" for each in recipe.data.all_sources()):
             raise RecipeError(
                 'data.train_on = "all" has no effect: only answers are compared; remove it'
             )

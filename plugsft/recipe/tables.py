@@ -410,7 +410,7 @@ class Checkpoint(Table):
     """Metric of evaluations, such as "eval_loss". The checkpoint with the best value, the earliest
     of equal ones, is kept as well, and becomes the final model."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Which value of `keep_best` is the best."""
+    """Which value of `keep_best` is the best; to be set for what is no loss."""
 
     @model_validator(mode="after")
     def _keeps_the_lowest_loss(self) -> Self:

@@ -49,7 +49,9 @@ def resolve(
     if isinstance(plugins, dict):
         plugins = {name: options_of(plugin) for name, plugin in created.items()}
     recipe, wrong = validate({**raw, "plugins": plugins}, path)
-    columns = recipe.data.columns if recipe else {}
+    columns = {**recipe.data.columns} if recipe else {}
+    for source in recipe.data.sources or () if recipe else ():
+        columns |= source.columns
     problems = [*wrong, *problems]
     problems += [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     if problems or recipe is None:

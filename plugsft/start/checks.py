@@ -105,7 +105,7 @@ def check_metrics(case: Case) -> str:
     for name, plugin in active.plugins.items():
         for option in contract_of(plugin).watches:
             watched[f"plugins.{name}.{option}"] = getattr(plugin, option)
-    problems = []
+    problems, direction = [], "best" in recipe.checkpoint.model_fields_set
     for key, metric in watched.items():
         if metric is None:
             continue
@@ -117,6 +117,11 @@ def check_metrics(case: Case) -> str:
         elif metric not in known[kind]:
             hint = choices(metric, known[kind], "they have:")
             problems.append(f"{key}: {kind} have no metric '{metric}'{hint}")
+        elif key == KEEP_BEST and not (direction or metric.endswith("loss")):
+            problems.append(
+                f"checkpoint.best: '{metric}' is no loss; set the value that is the best, "
+                '"highest" or "lowest"'
+            )
     if problems:
         raise RecipeError(problems)
     return ""

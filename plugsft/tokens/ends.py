@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..base.types import Row
 from ..recipe.tables import Model
@@ -64,3 +68,8 @@ def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     if config is not None and tokenizer.chat_template:
         stops = stop_ids(model, tokenizer)
         config.eos_token_id = stops if len(stops) != 1 else stops[0]
+        # transformers saves odd values (a temperature without sampling) as they were read, and
+        # refuses them in a configuration that was changed.
+        with TemporaryDirectory() as folder:
+            config.to_json_file(Path(folder, GENERATION_CONFIG_NAME), use_diff=True)
+            model.generation_config = type(config).from_pretrained(folder)

@@ -156,7 +156,10 @@ def test_the_last_step_is_no_early_stop():
 
 def test_a_metric_of_steps_stops_too_and_an_unknown_one_is_named(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", told=TOLD), monkeypatch)
-    plugins = {"told": {"values": []}, "early_stopping": {"metric": "told", "patience": 2}}
+    plugins = {
+        "told": {"values": []},
+        "early_stopping": {"metric": "told", "best": "lowest", "patience": 2},
+    }
     recipe = tiny(train={"steps": 9, "batch_size": 8}, plugins=plugins)
     done = must_succeed(recipe, "train.batch_size=24")
     assert "stopped after step 3: told did not improve in 2 steps" in done.stdout

@@ -142,7 +142,7 @@ def test_the_best_model_is_the_average_of_the_best_checkpoint(tmp_path, monkeypa
         **TABLES,
         "eval": {"split": "train[:5]", "every": 1},
         # All are equal: the first is the best.
-        "checkpoint": {"keep": 1, "keep_best": "eval_tokens"},
+        "checkpoint": {"keep": 1, "keep_best": "eval_tokens", "best": "lowest"},
     }
     run = train(tmp_path, **tables, plugins={**EMA, "looks": {}})
     best = json.loads((run / "run.json").read_text())["best"]

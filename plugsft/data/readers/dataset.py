@@ -1,14 +1,17 @@
 """Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
 
+import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pyarrow as pa
+import pyarrow.compute as pc
 from huggingface_hub import metadata_load
 from pandas.errors import ParserWarning
 
@@ -19,23 +22,31 @@ from ...base.types import Ints, Range, Row
 from ...recipe.tables import DATA_FILES
 from ..jsonl import without_none
 
+NUMBER = r"^(-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE)?$"
+"""What a column of numbers, or of truth values, holds in a csv."""
+
 
 class DatasetRows:
     """A split of a dataset of `datasets`, or a range of it."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    def __init__(self, data: Any, numbers: Collection[str] = ()) -> None:
+        self._data, self._numbers = data, numbers
+        """The columns of a csv that hold numbers alone; it is read as text."""
 
     def __len__(self) -> int:
         return len(self._data)
 
     def part(self, start: int, stop: int) -> "DatasetRows":
         """Cut a range of the rows; another process maps the same files."""
-        return DatasetRows(self._data.select(range(start, stop)))
+        return DatasetRows(self._data.select(range(start, stop)), self._numbers)
 
     def read(self, start: int, stop: int) -> list[Row | str]:
         """Read rows; a field that Arrow filled in with None counts as missing."""
         table = self._valid(self._data.with_format("arrow")[start:stop], True)
+        for name in self._numbers:
+            texts = table[name].to_pylist()
+            values = [json.loads(text.lower()) if text else None for text in texts]
+            table = table.set_column(table.column_names.index(name), name, pa.array(values))
         return [without_none(row) for row in table.to_pylist()]
 
     def sizes(self) -> Ints:
@@ -67,11 +78,12 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
     path = Path(name)
     ensure_inside(path, where)
     is_csv = reader == "csv" or {*suffixes(path)} == {".csv"}
-    # Else pandas takes the first column as an index where rows have a field too many.
-    options = {"index_col": False} if is_csv else {}
+    options: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)  # fields that would be lost
+            if is_csv:
+                options = as_texts(path)
             if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
                 loaded: Any = datasets.load_from_disk(name)
             elif reader:
@@ -91,7 +103,35 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
             "(owner/name:subset for a subset), or write the file again"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return {split: DatasetRows(data) for split, data in splits.items()}
+    return {
+        split: DatasetRows(data, columns_of_numbers(data) if is_csv else ())
+        for split, data in splits.items()
+    }
+
+
+def as_texts(path: Path) -> dict[str, Any]:
+    """Return the options by which `datasets` reads a csv, or those of a folder, as texts.
+
+    Else pandas takes "007" for a number, "NA" for nothing, and the first column for an index where
+    rows have a field too many.
+    """
+    files = [path] if path.is_file() else sorted(path.rglob("*.csv"))
+    names = [[*pandas.read_csv(file, nrows=0, index_col=False).columns] for file in files]
+    for file, others in zip(files, names, strict=True):
+        if sorted(others) != sorted(names[0]):
+            raise ValueError(f"{file} has other columns than {files[0]}")
+    texts = datasets.Features(dict.fromkeys(names[0], datasets.Value("string")))
+    empty = {"keep_default_na": False, "na_values": [""]}
+    return {"index_col": False, "features": texts, **empty}
+
+
+def columns_of_numbers(data: Any) -> list[str]:
+    """Name the columns of texts that hold numbers alone."""
+    return [
+        name
+        for name in data.column_names
+        if pc.all(pc.match_substring_regex(data.data.column(name), NUMBER)).as_py()
+    ]
 
 
 def suffixes(folder: Path) -> Iterator[str]:
