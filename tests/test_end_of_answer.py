@@ -159,6 +159,6 @@ def test_odd_values_for_generating_are_saved_as_they_were_published(tmp_path):
     end_generation(model, tokenizer)
     model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
-    assert len(saved.pop("eos_token_id")) == 2
+    assert len(saved.pop("eos_token_id")) > 1
     assert all(saved[name] == odd[name] for name in saved.keys() & odd.keys())
     assert saved.keys() >= {"temperature", "top_p"}
