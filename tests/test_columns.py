@@ -425,6 +425,8 @@ def test_columns_and_trained_turns_of_one_source_are_its_own(tmp_path, capsys):
     assert (tokens.targets == [4, 4, 4, 2, 2, 2]).all() and len({*tokens.lengths}) == 1
     again = tokens_of(own | changes | {"train_on": "assistant"})
     assert len({*again.targets}) == 1 and again.folder != tokens.folder
+    with pytest.raises(RecipeError, match="unknown name 'wieght'; did you mean 'weight'"):
+        tokens_of(own | {"columns": {"wieght": "w"}})
     misspelt = Source(**own, columns={"messages": "dialog"})
     opened = [sources.open_source(Source(**plain)), sources.open_source(misspelt)]
     with pytest.raises(RecipeError, match="no row has the column 'dialog'"):

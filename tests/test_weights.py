@@ -165,8 +165,11 @@ def test_rows_of_weight_0_are_left_out_and_counted(tiny, tmp_path):
         [line["loss"] for line in read_metrics(tmp_path / n)] for n in ("run", "plain")
     )
     assert ours == theirs
-    nothing = run_plugsft(tiny([text_row(n, weight=0) for n in range(6)]), "--overwrite")
-    assert nothing.returncode == 2 and "weight 0" in nothing.stderr
+    recipe = tiny([text_row(n, weight=0) for n in range(6)])
+    for words in ([recipe, "--overwrite"], ["check", recipe]):
+        nothing = run_plugsft(*words)
+        assert nothing.returncode == 2 and "weight 0; left out" in nothing.stderr
+        assert "longer than" not in nothing.stderr
 
 
 OWN = """

@@ -250,6 +250,7 @@ def _judge_rows(result: Audit, data: Data) -> None:
     bad = sorted(shard.bad.items(), key=lambda item: item[1])
     if not shard.examples:
         reasons = [f"{name_rows(numbers, result.rows)}: {reason}" for reason, numbers in bad]
+        reasons += describe_warnings(shard.warnings, result.rows)
         why, cure = "; ".join(reasons) or f"all are {long}", cure_bad(shard.bad, drop=False)
         result.errors.append(f"no row has a token to train on: {why}{cure}")
         return

@@ -34,7 +34,7 @@ def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
     """Say what to do about bad rows; with `drop`, how to train without them."""
     first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
     if not bad:
-        first = "Raise data.max_length"
+        first = "Raise data.max_length, or weights that are 0"
     return f". {first}" + (', or set data.on_bad_row = "drop"' if drop else "")
 
 
