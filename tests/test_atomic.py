@@ -586,7 +586,7 @@ def test_a_full_disk_is_named_with_path_and_free_space(small_disk, fill):
     with pytest.raises(PlugsftError, match=r"the disk is full \([\d.,]+ \w+ are free\)") as caught:
         once(place, fill=fill)
     assert str(caught.value).startswith(f"{place}: cannot be written: ")
-    assert str(caught.value).endswith("; free some, or give another folder (output=..., --to)")
+    assert str(caught.value).endswith("; free some, or name another folder")
     assert "\n" not in str(caught.value)
     assert list(small_disk.iterdir()) == [], "and leaves the room that it took"
 
@@ -595,7 +595,7 @@ def test_a_full_disk_is_named_with_path_and_free_space(small_disk, fill):
 def test_a_write_error_of_a_disk_with_space_asks_for_another_folder(place, code):
     with pytest.raises(PlugsftError) as caught, writing(place):
         raise OSError(code, os.strerror(code), str(place))
-    cure = "give another folder (output=..., --to)"
+    cure = "name another folder"
     assert str(caught.value) == f"{place}: cannot be written: {os.strerror(code).lower()}; {cure}"
 
 
@@ -650,7 +650,7 @@ def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_pa
     (line,) = result.stderr.splitlines()
     place, says = (text.replace("FILE", str(tmp_path / "FILE")) for text in (output, says))
     assert line.startswith(f"error: {place}/scratch/tokenizer-")
-    assert line.endswith(f": cannot be written: {says}; give another folder (output=..., --to)")
+    assert line.endswith(f": cannot be written: {says}; name another folder")
 
 
 def test_a_disk_that_a_plugin_finds_full_is_one_line_and_its_own_faults_keep_their_traceback():
@@ -665,9 +665,7 @@ def test_a_full_disk_s_reason_travels_between_processes(place):
     with pytest.raises(DiskError) as caught, writing(place):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(place))
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (
-        str(again) == str(caught.value) == f"{again.reason}; give another folder (output=..., --to)"
-    )
+    assert str(again) == str(caught.value) == f"{again.reason}; name another folder"
 
 
 def test_other_failures_pass_through(tmp_path):

@@ -124,7 +124,7 @@ def writing(path: Path) -> Iterator[None]:
         number = None if isinstance(error, PlugsftError) else _error_number(error, path)
         if number is None:
             raise
-        reason, cure = reason_of(OSError(number, "")), "give another folder (output=..., --to)"
+        reason, cure = reason_of(OSError(number, "")), "name another folder"
         if number in DISK_FULL:
             reason += f" ({format_size(free_disk(path))} are free)"
             cure = f"free some, or {cure}"
@@ -139,11 +139,15 @@ def _error_number(error: Exception, path: Path) -> int | None:
     if not isinstance(error, OSError) or error.errno is None:
         found = ERROR_NUMBER.search(str(error))
         return int(found[1]) if found else None
-    if error.filename is None:
+    names = [name for name in (error.filename, error.filename2) if name is not None]
+    if not names:
         return error.errno if error.errno in WRITE_ERRORS else None
-    failed, path = (Path(os.path.abspath(os.fsdecode(name))) for name in (error.filename, path))
-    concerned = failed.is_relative_to(path.parent) or path.is_relative_to(failed)
-    return error.errno if concerned else None
+    path = Path(os.path.abspath(path))
+    for name in names:  # a copy has two: its source, and what it writes
+        failed = Path(os.path.abspath(os.fsdecode(name)))
+        if failed.is_relative_to(path.parent) or path.is_relative_to(failed):
+            return error.errno
+    return None
 
 
 def is_published(folder: Path) -> bool:
