@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
 
-from plugsft import DataError
+from plugsft import DataError, DiskError
 from plugsft.data.fetch import fetch
 
 moto = pytest.importorskip("moto.server", reason="pip install -e '.[dev]'")
@@ -60,6 +60,9 @@ def test_a_folder_or_a_pattern_is_copied(bucket, tmp_path, end, capsys):
     assert b"".join((tmp_path / name).read_bytes() for name in PARTS) == lines(ROWS)
     said = capsys.readouterr().out
     assert "fetched: 3 files" in said and f'source = "{tmp_path}"' in said
+    others = "empty.jsonl, notes.txt"
+    left_out = f"left out, as empty or of another type: {others}" in said
+    assert left_out == (not end.endswith(".jsonl"))
 
 
 def test_a_run_trains_on_what_a_fresh_process_has_fetched(bucket, tmp_path):
@@ -81,6 +84,34 @@ def test_copies_that_are_there_stay_and_what_failed_is_fetched_again(bucket, tmp
     fetch("s3://rows/parts", tmp_path)
     assert "fetched: 1 file" in capsys.readouterr().out
     assert names_in(tmp_path) == PARTS and (tmp_path / PARTS[0]).stat() == before
+
+
+def test_a_link_of_a_local_folder_is_copied_as_its_target(tmp_path, capsys):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "target").write_bytes(lines(ROWS))
+    link, dangling = tmp_path / "rows/link.jsonl", tmp_path / "rows/dangling.jsonl"
+    link.symlink_to(tmp_path / "target")
+    dangling.symlink_to(tmp_path / "nowhere")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    for _ in range(2):
+        fetch(f"file://{tmp_path}/rows", tmp_path / "copy")
+    copy = tmp_path / "copy/link.jsonl"
+    assert not copy.is_symlink() and copy.read_bytes() == lines(ROWS)
+    said = capsys.readouterr().out
+    assert "0 files, 0 B; 1 there before" in said and "type: dangling.jsonl" in said
+
+
+def test_a_disk_that_fills_while_a_local_file_is_copied_is_one_line(
+    small_disk, tmp_path, monkeypatch
+):
+    (tmp_path / "rows.jsonl").write_bytes(lines(ROWS) * 1000)
+    monkeypatch.setattr("plugsft.data.fetch.free_disk", lambda folder: 1 << 40)  # another fills it
+    target = small_disk / "data"
+    with pytest.raises(DiskError) as caught:
+        fetch(f"file://{tmp_path}/rows.jsonl", target)
+    start, cure = f"{target}/rows.jsonl: cannot be written: the disk is full (", "are free); free "
+    assert str(caught.value).startswith(start) and cure in str(caught.value)
+    assert str(caught.value).endswith("free some, or name another folder")
 
 
 def test_what_is_no_copy_of_the_object_is_refused(bucket, tmp_path):
@@ -146,7 +177,8 @@ def test_a_file_in_the_way_is_refused(bucket, tmp_path):
     [
         ("s3://missing/rows.jsonl", "no such bucket, folder or object"),
         ("s3://rows/missing.jsonl", "no such bucket, folder or object"),
-        ("s3://rows/parts/notes.txt", "no object with rows, whose name ends .jsonl"),
+        ("s3://rows/parts/notes.txt", ".csv (unpacked), among: notes.txt"),
+        ("folder/a.jsonl", "a recipe names a file, a folder and a data set of the hub as they are"),
         ("s9://rows/rows.jsonl", "only addresses of s3, s3a, gs, gcs, hf, file are fetched"),
         ("https://host/a.jsonl", "download the file (curl -O), and name it"),
         ("zip://a::http://b/c", "only addresses of"),
@@ -197,7 +229,7 @@ import sys
 for name in sys.argv[2:]:
     sys.modules[name] = None
 from pathlib import Path
-from plugsft import DataError
+from plugsft import DataError, DiskError
 from plugsft.data.fetch import fetch
 try:
     fetch(sys.argv[1], Path("nowhere"))

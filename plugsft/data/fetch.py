@@ -53,6 +53,11 @@ class Counting(Callback):  # type: ignore[misc]  # untyped upstream
 
 def fetch(address: str, folder: Path) -> None:
     """Copy the objects of an address, a folder or a pattern, but those that were copied before."""
+    if "://" not in address:
+        raise DataError(
+            f"{address}: is no address of an object store; a recipe names a file, a folder and a "
+            "data set of the hub as they are"
+        )
     if address.partition("://")[0] not in SCHEMES or "::" in address:
         raise DataError(
             f"{address}: only addresses of {', '.join(SCHEMES)} are fetched; download the file "
@@ -60,10 +65,15 @@ def fetch(address: str, folder: Path) -> None:
         )
     with refusals_of(address):
         store, path = fsspec.core.url_to_fs(address, use_listings_cache=False)
-        objects = find_objects(store, path)
+        objects, others = find_objects(store, path)
         missing = [each for each in objects if not is_fetched(each, folder)]
+    more = f" and {len(others) - 5:,} more" if others[5:] else ""
+    left_out = ", ".join(others[:5]) + more
     if not objects:
-        raise DataError(f"{address}: no object with rows, whose name ends {', '.join(DATA_FILES)}")
+        raise DataError(
+            f"{address}: no object with rows, whose name ends {', '.join(DATA_FILES)} (unpacked), "
+            f"among: {left_out}"
+        )
     need, free = sum(each.size for each in missing), free_disk(folder.absolute())
     if need > free:
         needed = f"{folder}: {format_size(need)} needed, {format_size(free)} free"
@@ -75,24 +85,30 @@ def fetch(address: str, folder: Path) -> None:
                 copy(store, each, folder, count)
     copied, there = format_count(len(missing), "file"), len(objects) - len(missing)
     say(f"fetched: {copied}, {format_size(need)}; {there:,} there before")
+    if others:
+        say(f"left out, as empty or of another type: {left_out}")
     rows = folder / objects[0].name if len(objects) == 1 else folder
     say(f'in a recipe: source = "{rows}"')
 
 
-def find_objects(store: Any, path: str) -> list[Object]:
-    """Find the objects at a path, in its folder or of its pattern, that hold rows."""
+def find_objects(store: Any, path: str) -> tuple[list[Object], list[str]]:
+    """Find objects at a path, in its folder or of its pattern: those with rows; names of others."""
     start = path
     if any(letter in path for letter in "*?[") and not store.exists(path):
         infos = store.glob(path, detail=True)
         start = re.split(r"[*?[]", path)[0].rpartition("/")[0]
     else:  # a name may hold these letters itself
         infos = store.find(path, detail=True) or {path: store.info(path)}  # says if it is missing
-    objects = []
+    objects, others = [], []
     for found, info in sorted(infos.items()):
         name = os.path.relpath(found, os.path.dirname(found) if found == path else start)
-        if name.endswith(DATA_FILES) and info["size"]:
-            objects.append(Object(found, name, info["size"], version_of(info)))
-    return objects
+        if not name.endswith(DATA_FILES) or not info["size"]:
+            others.append(name)
+            continue
+        # A folder tells the time of a link itself.
+        facts = store.info(found) if info.get("islink") else info
+        objects.append(Object(found, name, facts["size"], version_of(facts)))
+    return objects, others
 
 
 def version_of(info: Mapping[str, Any]) -> str:
