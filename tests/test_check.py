@@ -8,7 +8,7 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, chats, must_succeed, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, chats, must_succeed, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from families import LONGROPE
 from plugin_packages import LOUD, activate, install
 from transformers import (
@@ -378,6 +378,20 @@ def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, ch
     (model / "config.json").write_text("{}")
     found = check(path)
     assert [line.split()[0] for line in found.fail] == ["model", "tokenizer"]
+
+
+def test_rows_for_evaluations_are_read_beside_tokens_that_are_prepared(tiny, tmp_path, check):
+    recipe = tiny()
+    must_succeed("prepare", recipe)
+    [folder] = (tmp_path / "run/tokens").iterdir()
+    [tokenizer] = (tmp_path / "run/scratch").glob("tokenizer-*")
+    words = [f"data.tokens={folder}", f"model.tokenizer={tokenizer}"]
+    found = check(recipe, *words, "eval.split=train[:4]")
+    assert not found.problems, found.lines
+    assert any("evaluations read rows that are trained on" in line for line in found.warn)
+    bad = write_jsonl(tmp_path / "eval.jsonl", [{"messages": 7}])
+    found = check(recipe, *words, f"eval.source={bad}")
+    assert len(found.problems) == 1 and "eval.jsonl" in found.problems[0], found.lines
 
 
 @pytest.mark.parametrize("saved", [False, True])

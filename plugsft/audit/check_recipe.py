@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -164,49 +165,53 @@ def check_data(
     needed = {recipe.data.tokens, model.template_file, model.tokenizer or model.path}
     if wrong.keys() & {*needed, *(source.source for source in sources)}:
         return NOTHING, 0.0
-    if recipe.data.tokens:
-        return _prepared(findings, recipe, active), 0.0
     parts, tokens, work = list[EstimatedColumns](), 0.0, None
+    opened = list[OpenSource]()
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         with findings.about("data"):
-            opened = _open(findings, "data", sources)
-            ensure_columns(recipe.data, opened)
+            if recipe.data.tokens:
+                estimate, trained = _prepared(findings, recipe, active)
+                parts.append(estimate)
+            else:
+                opened = _open(findings, "data", sources)
+                ensure_columns(recipe.data, opened)
+                trained = [source.facts for source in opened]
             with findings.about("tokenizer"):
                 work = make_work(recipe, active, opened, Path(folder), ROWS)
                 findings.ok("tokenizer", _tokenizer(model, work))
         if work is None:
             return NOTHING, 0.0
-        for number, source in enumerate(sources):
+        for number in range(len(opened)):
             with findings.about("rows"):
                 parts.append(_rows(findings, recipe, active, work, opened, number))
-                tokens += parts[-1]["lengths"].sum() / source.weight
+                tokens += parts[-1]["lengths"].sum() / sources[number].weight
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 work.sources = [recipe.eval_source()]
                 rows = _open(findings, "eval", work.sources)
-                if any(overlap(rows[0].facts, source.facts) for source in opened):
+                if any(overlap(rows[0].facts, source) for source in trained):
                     findings.warn("eval", ROWS_NOT_HELD_OUT)
                 with findings.about("rows"):
                     tokens += _rows(findings, recipe, active, work, rows, 0)["lengths"].sum()
-    if len(parts) < len(sources):
+    if len(parts) < len(opened):
         return NOTHING, tokens
     names = {name for part in parts for name in part}
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
     return EstimatedColumns(columns["lengths"], columns), tokens
 
 
-def _prepared(findings: Findings, recipe: Recipe, active: Active) -> EstimatedColumns:
-    """Check the tokens that the recipe names; return an epoch's examples."""
-    with findings.about("data"):
-        tokens = open_named_tokens(recipe, open_data(recipe, active), active)
-        ensure(Case(recipe, active, look(), tokens=tokens), "tokens")
-        findings.ok("data", summarize(tokens.facts, "already prepared"))
-        for warning in data_warnings(tokens.facts):
-            findings.warn("data", warning)
-        order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
-        columns = {name: values[order] for name, values in tokens.plan_columns().items()}
-        return EstimatedColumns(tokens.lengths[order], columns)
-    return NOTHING
+def _prepared(
+    findings: Findings, recipe: Recipe, active: Active
+) -> tuple[EstimatedColumns, list[dict[str, Any]]]:
+    """Check the tokens that the recipe names; return an epoch's examples, and their sources."""
+    tokens = open_named_tokens(recipe, open_data(recipe, active), active)
+    ensure(Case(recipe, active, look(), tokens=tokens), "tokens")
+    findings.ok("data", summarize(tokens.facts, "already prepared"))
+    for warning in data_warnings(tokens.facts):
+        findings.warn("data", warning)
+    order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
+    columns = {name: values[order] for name, values in tokens.plan_columns().items()}
+    return EstimatedColumns(tokens.lengths[order], columns), tokens.facts["sources"]
 
 
 def _open(findings: Findings, subject: str, sources: list[Source]) -> list[OpenSource]:
