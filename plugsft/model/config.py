@@ -24,6 +24,9 @@ from ..recipe.tables import Model, Recipe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 
 def load_config(model: Model) -> PretrainedConfig:
     """Read the configuration of a model, without its weights."""
@@ -156,11 +159,17 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
 
 
 def ensure_weights_inside(path: str) -> None:
-    """Refuse an index that names files outside of the model's folder, which loading would read."""
+    """Refuse an index of files outside of the model's folder, which loading would read, or of none.
+
+    An index beside model.safetensors, or of another name, is not read.
+    """
     for index in Path(path).glob("*.safetensors.index.json"):
+        is_read = index.name == INDEX and not index.with_name(WEIGHTS).exists()
         try:
-            for name in {*read_json_object(index)["weight_map"].values()}:
-                path_inside(index.parent, name)
+            for name in sorted({*read_json_object(index)["weight_map"].values()}):
+                file = path_inside(index.parent, name)
+                if is_read and not file.exists():
+                    raise ValueError(f"it names {name}, which is missing")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RecipeError(
                 f"model.path: {index}: cannot be used: {reason_of(error)}; download the model again"
