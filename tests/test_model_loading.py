@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import must_succeed, run_plugsft, tiny_tables, write_recipe
+from conftest import bare_tables, must_succeed, run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -19,11 +19,14 @@ from transformers import (
 from transformers.core_model_loading import rename_source_key
 
 from plugsft import RecipeError
+from plugsft.base.machine import look
 from plugsft.model import weight_files
 from plugsft.model.load import ModelLoad, make_load
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.model.weight_files import WeightFiles
 from plugsft.recipe.tables import Model
+from plugsft.registry.load import resolve
+from plugsft.start.checks import Case, ensure
 
 SIZES = {
     "vocab_size": 40,
@@ -197,6 +200,51 @@ def test_a_model_without_whole_weights_is_refused_by_check(tiny, tmp_path, size,
     tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
     result = run_plugsft("check", write_recipe(tmp_path / "broken.toml", tables))
     assert result.returncode == 2 and says in result.stderr, result.stderr
+
+
+def without_a_tensor(tensors):
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+
+
+def with_another_shape(tensors):
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(24, 8)
+
+
+HARMS = [
+    (without_a_tensor, "lack 1 of the model's tensors (model.layers.0.mlp.up_proj.weight first)"),
+    (with_another_shape, "hold model.layers.0.mlp.up_proj.weight with the shape [24, 8], and its"),
+]
+
+
+def weights_check(folder, tables):
+    """Make the check of a model's weights; return the problem."""
+    recipe, active = resolve(tables | {"model": {"path": str(folder)}})
+    try:
+        ensure(Case(recipe, active, look()), "model", "weights")
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("harm", "says"), HARMS)
+def test_tensors_that_do_not_fit_are_refused_by_check(folder, tmp_path, harm, says):
+    tables = bare_tables(tmp_path, {}) | {"data": {"source": "chats.jsonl", "max_length": 64}}
+    assert not weights_check(folder, tables)
+    tensors = load_file(folder / FILE)
+    harm(tensors)
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    assert says in weights_check(folder, tables)
+
+
+def test_a_shard_that_is_missing_is_named_by_check(tmp_path):
+    folder = tmp_path / "base"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder, max_shard_size="3KB")
+    tables = bare_tables(tmp_path, {}) | {"data": {"source": "chats.jsonl", "max_length": 64}}
+    assert not weights_check(folder, tables)
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    says = f"model.safetensors.index.json: cannot be used: it names {shard.name}, which is missing"
+    assert says in weights_check(folder, tables)
 
 
 @pytest.mark.parametrize("empty", [False, True])

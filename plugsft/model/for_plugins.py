@@ -10,10 +10,10 @@ from transformers import GradientCheckpointingLayer, LlamaConfig
 
 from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Recipe
-from .config import load_config, local_folder
-from .kept_tensors import kept_tensors
+from .config import load_config, load_error, local_folder
+from .kept_tensors import ensure_complete, kept_tensors
 from .published import build
-from .weight_files import find_weight_files
+from .weight_files import WeightFiles, find_weight_files
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
@@ -46,12 +46,21 @@ def meta_model(recipe: Recipe, published: bool = False) -> Any:
     return None
 
 
-def ensure_tensors_known(recipe: Recipe) -> None:
-    """Refuse tensors in a model's files that have no place in it: reads the files' headers."""
-    folder, model = local_folder(recipe.model), meta_model(recipe, published=True)
+def ensure_tensors_fit(recipe: Recipe) -> None:
+    """Refuse files whose tensors are not those of the model, or have other shapes.
+
+    It reads the files' headers.
+    """
+    folder, model = local_folder(recipe.model), meta_model(recipe)
+    files = find_weight_files(str(folder), None) if folder else []
     # A download may be incomplete.
-    if folder and model and all(map(os.path.isfile, find_weight_files(str(folder), None))):
-        kept_tensors(model, str(folder), None)
+    if model is None or not files or not all(map(os.path.isfile, files)):
+        return
+    kept_tensors(meta_model(recipe, published=True), str(folder), None)
+    try:
+        ensure_complete(model, WeightFiles(model, files), str(folder))
+    except RuntimeError as error:  # of torch: parts of different shapes do not make one tensor
+        raise load_error(str(folder), error) from error
 
 
 def find_modules(

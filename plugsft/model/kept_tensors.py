@@ -7,7 +7,7 @@ They are copied as bytes, so each keeps its type.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers.utils import (
 from ..base.console import format_count
 from ..base.errors import CheckpointError, RecipeError, reason_of
 from .published import meta_copy, taken_out
-from .weight_files import Renamed, find_file, find_weight_files, renamed
+from .weight_files import Renamed, WeightFiles, find_file, find_weight_files, renamed
 
 PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 CHUNK = 2**24
@@ -160,10 +160,8 @@ def kept_tensors(
     published = meta_copy(model, type(model))
     names, whole = renamed(published, rest), published.state_dict()
     unused = {name: target for name, (target, _) in names.items() if target not in whole}
-    # transformers' own rule: names that a class ignores are not unexpected.
-    info = SimpleNamespace(missing_keys=set(), unexpected_keys={*unused.values()})
-    published._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]  # of these two
-    unknown = [name for name, target in unused.items() if target in info.unexpected_keys]
+    unexpected = without_ignored(published, unexpected={*unused.values()}).unexpected_keys
+    unknown = [name for name, target in unused.items() if target in unexpected]
     if unknown:
         raise RecipeError(
             f"model.path: {type(model).__name__} has no place for "
@@ -176,3 +174,38 @@ def kept_tensors(
     modules = {name.removeprefix("model.") for name, _ in published.named_modules()}
     kept.unused = sorted({*map(part_of, unused)} - modules)
     return kept
+
+
+def without_ignored(
+    model: Any, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> SimpleNamespace:
+    """Leave out the names that a class ignores, by transformers' own rule."""
+    info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
+    model._adjust_missing_and_unexpected_keys(info)
+    return info
+
+
+def ensure_complete(model: Any, files: WeightFiles, path: str) -> None:
+    """Refuse files that lack a tensor of a model, or hold one with another shape.
+
+    `model` is built without weights, and its tied tensors are one.
+    """
+    own = model.state_dict(keep_vars=True)
+    for name, shape in files.shapes.items():
+        if tuple(own[name].shape) != shape:
+            raise RecipeError(
+                f"model.path: the files of '{path}' hold {name} with the shape {[*shape]}, and its "
+                f"config.json asks for {[*own[name].shape]}; download the model again"
+            )
+    stored = {own[name] for name in files.shapes}
+    missing = (name for name, tensor in own.items() if tensor not in stored)
+    refuse_missing(without_ignored(model, missing).missing_keys, path)
+
+
+def refuse_missing(names: Iterable[str], path: str) -> None:
+    """Refuse a model with tensors that its files lack."""
+    if missing := sorted(names):
+        raise RecipeError(
+            f"model.path: the files of '{path}' lack {len(missing):,} of the model's "
+            f"tensors ({missing[0]} first), which would be random; download the model again"
+        )

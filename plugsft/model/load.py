@@ -24,7 +24,7 @@ from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError
 from ..recipe.tables import Model, Scratch
 from .config import ensure_weights_inside, load_error, sees
-from .kept_tensors import KeptTensors, kept_tensors
+from .kept_tensors import KeptTensors, kept_tensors, refuse_missing
 from .published import (
     build,
     ensure_reads_text,
@@ -105,12 +105,8 @@ class ModelLoad:
         """Load the model with its weights, by transformers."""
         # A pickle could run code.
         options = {"use_safetensors": True} | self.kwargs
-        model, missing_names = from_files(self.path, self.text_only, **options)
-        if missing := sorted(missing_names):
-            raise RecipeError(
-                f"model.path: the files of '{self.path}' lack {len(missing):,} of the model's "
-                f"tensors ({missing[0]} first), which would be random; download the model again"
-            )
+        model, missing = from_files(self.path, self.text_only, **options)
+        refuse_missing(missing, self.path)
         return model
 
     def _skeleton(self, config: Any) -> PreTrainedModel | None:

@@ -155,7 +155,7 @@ def check_model(case: Case) -> str:
 
 
 def check_weights(case: Case) -> str:
-    """Refuse a folder without weights, with a truncated file, or with tensors that have no place.
+    """Refuse a folder without weights, with a truncated file, or with tensors that do not fit.
 
     It reads headers only.
     """
@@ -173,9 +173,9 @@ def check_weights(case: Case) -> str:
         except Exception as error:  # safetensors raises its own errors and the system's
             raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
     # Only the model's class knows its tensors, and that imports torch.
-    from ..model.for_plugins import ensure_tensors_known
+    from ..model.for_plugins import ensure_tensors_fit
 
-    ensure_tensors_known(case.recipe)
+    ensure_tensors_fit(case.recipe)
     return ""
 
 
