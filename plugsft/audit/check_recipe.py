@@ -104,6 +104,7 @@ def _check(
     findings.make(case, "nothing", "launcher", "plugins")
     if recipe.model.path not in wrong:
         findings.make(case, "model", "weights")
+    findings.make(case, "reference")
     try:
         ensure_launch_file(default_launch_file(), recipe)
     except LaunchError as error:

@@ -62,6 +62,10 @@ class RecipeError(PlugsftError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
+    def of_model(self, key: str) -> "RecipeError":
+        """Return the problems of a model that another key than model.path names."""
+        return RecipeError([problem.replace("model.path", key, 1) for problem in self.problems])
+
 
 class PluginError(PlugsftError):
     """A plugin cannot be used, or broke its contract."""

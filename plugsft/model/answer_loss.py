@@ -6,7 +6,6 @@ It imports torch in its hooks only, so that a recipe is read without it.
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RecipeError
@@ -51,17 +50,12 @@ class AnswerLoss:
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse prompts that would be compared, and a reference that does not exist."""
+        """Refuse prompts that would be compared."""
         self.recipe = recipe
         if any(recipe.data.of(each).train_on == "all" for each in recipe.data.all_sources()):
             raise RecipeError(
                 'data.train_on = "all" has no effect: only answers are compared; remove it'
             )
-        wanted = recipe.provides("reference_model")
-        path = str((wanted and wanted.value) or "")
-        # A name on the hub has one slash.
-        if (path.startswith((".", "/")) or path.count("/") > 1) and not Path(path).exists():
-            raise RecipeError(f"reference: {path}: no such folder")
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
@@ -85,7 +79,7 @@ class AnswerLoss:
             try:
                 self.reference_model = Reference(model, wanted.value or "", stored)
             except RecipeError as error:
-                raise RecipeError(f"{wanted.key}: {error}") from error
+                raise error.of_model(wanted.key) from error
         return examples
 
     def has_reference(self) -> bool:

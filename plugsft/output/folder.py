@@ -141,6 +141,8 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         places["data.source"] = data.source
         for number, source in enumerate(data.sources or ()):
             places[f"data.sources.{number}.source"] = source.source
+    if reference := recipe.provides("reference_model"):
+        places[reference.key] = reference.value
     for key, value in flatten(recipe.plugins, "plugins.").items():
         if isinstance(value, str) and Path(value[:255]).exists():
             places[key] = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -29,9 +29,11 @@ from ..tokens.schema import WEIGHT
 if TYPE_CHECKING:
     from ..tokens.store import Tokens
 
-Needs: TypeAlias = Literal["nothing", "launcher", "plugins", "model", "weights", "tokens"]
+Needs: TypeAlias = Literal[
+    "nothing", "launcher", "plugins", "model", "weights", "reference", "tokens"
+]
 """What a check needs beside the recipe: what a launcher has set, what plugins import, a model's
-config.json, its weights and torch, prepared tokens."""
+config.json, its weights and torch, those of a reference, prepared tokens."""
 KEEP_BEST = "checkpoint.keep_best"
 
 
@@ -179,6 +181,21 @@ def check_weights(case: Case) -> str:
     return ""
 
 
+def check_reference(case: Case) -> str:
+    """Refuse a reference that cannot be loaded, as a model is refused."""
+    reference, recipe = case.recipe.provides("reference_model"), case.recipe
+    if reference is None or not reference.value or reference.value in case.wrong_inputs:
+        return ""
+    # It is loaded as the model is, but for what says which model that is.
+    named = {"path": reference.value, "scratch": None, "revision": None, "text_only": False}
+    model = recipe.model.model_copy(update=named)
+    try:
+        ensure(replace(case, recipe=recipe.model_copy(update={"model": model})), "model", "weights")
+    except RecipeError as error:
+        raise error.of_model(reference.key) from error
+    return ""
+
+
 def check_token_ids(case: Case) -> str:
     """Refuse tokens that the model does not know."""
     from ..model.config import ensure_ids_known
@@ -212,6 +229,7 @@ CHECKS = (
     Check("plugins", "plugins", check_plugins),
     Check("model", "model", check_model),
     Check("weights", "weights", check_weights),
+    Check("reference", "reference", check_reference),
     Check("tokens", "rows", check_token_ids),
     Check("tokens", "rows", check_example_weights),
 )

@@ -40,7 +40,7 @@ def prepare_data(case: Case, checkpoints: Sequence[Path]) -> Prepared:
 
     A template with a date writes the day on which the run of the checkpoints began, or today.
     """
-    ensure(case, "launcher", "plugins", "model", "weights")
+    ensure(case, "launcher", "plugins", "model", "weights", "reference")
     begun = checkpoints[0].resolve().parent.parent if checkpoints else None
     data = prepare(case.recipe, case.active, day=day_of(begun))
     for tokens in filter(None, (data.tokens, data.evaluation)):

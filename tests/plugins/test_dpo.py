@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from launching import TRAIN, config
 from peft import LoraConfig
 from plugin_packages import activate, install
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError
@@ -713,9 +714,25 @@ def test_a_reference_that_is_not_there_is_named(tiny, tmp_path):
     for command in ("check", "train"):
         result = run_plugsft(command, recipe, f"plugins.dpo.reference={tmp_path / 'nope'}")
         assert result.returncode == 2, result.stdout
-        assert f"plugins.dpo: reference: {tmp_path / 'nope'}: no such folder" in result.stderr
-    result = run_plugsft(recipe, "plugins.dpo.reference=nobody/nothing")
-    assert result.returncode == 2 and "plugins.dpo.reference: " in result.stderr
+        assert f"plugins.dpo.reference: {tmp_path / 'nope'}: no such file" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_reference_that_cannot_be_loaded_is_refused_before_data_are_prepared(
+    tiny, tmp_path, command
+):
+    recipe = tiny(rows=pairs(8), plugins={"dpo": {}})
+    folder = tmp_path / "reference"
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=400)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["transformer.ln_f.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for named, says in ((folder, f"the files of '{folder}' lack 1"), ("nosuch", "no causal")):
+        result = run_plugsft(command, recipe, f"plugins.dpo.reference={named}")
+        assert result.returncode == 2, result.stdout
+        assert f"plugins.dpo.reference: {says}" in result.stderr, result.stderr
+        assert "model.path" not in result.stderr and not (tmp_path / "run/tokens").exists()
 
 
 def test_a_system_column_stands_before_the_prompt():
