@@ -247,6 +247,16 @@ def test_a_shard_that_is_missing_is_named_by_check(tmp_path):
     assert says in weights_check(folder, tables)
 
 
+def test_a_model_that_cannot_be_built_is_refused_by_check(folder, tmp_path):
+    tables = bare_tables(tmp_path, {}) | {"data": {"source": "chats.jsonl", "max_length": 64}}
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"silu"', '"zzz"'))
+    says = f"from '{folder}': KeyError: 'zzz', which config.json lacks, or asks for and"
+    assert says in weights_check(folder, tables)
+    (folder / "config.json").write_text("{}")
+    assert weights_check(folder, tables).count("config.json") == 1, "said once"
+
+
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_tensor_that_the_files_lack_is_not_made_up(folder, empty):
     file = folder / "model.safetensors"

@@ -223,7 +223,9 @@ def load_error(path: str, error: Exception) -> PlugsftError:
     """Return the error for a model that could not be loaded, with the reason."""
     if out_of_memory(error):
         return TrainError(f"model.path: out of memory while loading '{path}'")
+    reason = explain_load_error(path, error)
+    if isinstance(error, KeyError):
+        reason += ", which config.json lacks, or asks for and transformers does not know"
     return RecipeError(
-        f"model.path: no causal language model could be loaded from '{path}': "
-        f"{explain_load_error(path, error)}"
+        f"model.path: no causal language model could be loaded from '{path}': {reason}"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GradientCheckpointingLayer, LlamaConfig
 
-from ..base.errors import RecipeError, did_you_mean
+from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..recipe.tables import Recipe
 from .config import load_config, load_error, local_folder
 from .kept_tensors import ensure_complete, kept_tensors
@@ -24,43 +24,46 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
     return layers
 
 
-def meta_model(recipe: Recipe, published: bool = False) -> Any:
-    """Return the recipe's model without weights, or None if it cannot be built.
+def meta_model(recipe: Recipe) -> Any:
+    """Return the recipe's model without weights, or None if it cannot be built."""
+    # `ensure_tensors_fit` says why it cannot.
+    with suppress(Exception):
+        return build_empty(recipe)
+    return None
+
+
+def build_empty(recipe: Recipe, published: bool = False) -> Any:
+    """Build the recipe's model without weights.
 
     `published`: of its published class, also where its text alone is trained.
     """
     model = recipe.model
-    # The core reports a model that cannot be built.
-    with suppress(Exception), torch.device("meta"):
-        if model.scratch:
-            config: Any = LlamaConfig(
-                num_hidden_layers=model.scratch.layers, tie_word_embeddings=True
-            )
-        else:
-            config = load_config(model)
-        text_only = model.text_only or recipe.provides("reward_model") is not None
-        text_only = text_only and not published
-        empty = build(config, text_only, trust_remote_code=model.trust_remote_code)
+    if model.scratch:
+        config: Any = LlamaConfig(num_hidden_layers=model.scratch.layers, tie_word_embeddings=True)
+    else:
+        config = load_config(model)
+    text_only = model.text_only or recipe.provides("reward_model") is not None
+    with torch.device("meta"):
+        trust = model.trust_remote_code
+        empty = build(config, text_only and not published, trust_remote_code=trust)
         empty.tie_weights()
-        return empty
-    return None
+    return empty
 
 
 def ensure_tensors_fit(recipe: Recipe) -> None:
-    """Refuse files whose tensors are not those of the model, or have other shapes.
-
-    It reads the files' headers.
-    """
-    folder, model = local_folder(recipe.model), meta_model(recipe)
-    files = find_weight_files(str(folder), None) if folder else []
-    # A download may be incomplete.
-    if model is None or not files or not all(map(os.path.isfile, files)):
-        return
-    kept_tensors(meta_model(recipe, published=True), str(folder), None)
+    """Refuse a model that cannot be built, and files of other tensors: reads their headers."""
+    folder = local_folder(recipe.model)
     try:
-        ensure_complete(model, WeightFiles(model, files), str(folder))
-    except RuntimeError as error:  # of torch: parts of different shapes do not make one tensor
-        raise load_error(str(folder), error) from error
+        model = build_empty(recipe)
+        files = find_weight_files(str(folder), None) if folder else []
+        # A download may be incomplete.
+        if files and all(map(os.path.isfile, files)):
+            kept_tensors(build_empty(recipe, published=True), str(folder), None)
+            ensure_complete(model, WeightFiles(model, files), str(folder))
+    except PlugsftError:
+        raise
+    except Exception as error:  # transformers passes on all errors of its classes
+        raise load_error(str(recipe.model.path), error) from error
 
 
 def find_modules(

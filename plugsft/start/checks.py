@@ -74,7 +74,8 @@ def ensure(case: Case, *needs: Needs) -> None:
             except RecipeError as error:
                 problems += error.problems
     if problems:
-        raise RecipeError(problems)
+        # A config.json that cannot be read is found twice.
+        raise RecipeError([*dict.fromkeys(problems)])
 
 
 def check_paths(case: Case) -> str:
