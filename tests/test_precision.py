@@ -341,10 +341,18 @@ def test_no_environment_divides_the_gradients(tiny, steps):
     assert "train.batch_size and train.micro_batch" in result.stderr
 
 
+def test_whole_gradients_without_fsdp2_are_refused_before_data_are_prepared(tiny, tmp_path):
+    """`check` warns: it need not know the launch."""
+    words = (tiny(), "train.keep_whole_gradients=true")
+    alone = run_plugsft(*words)
+    assert alone.returncode == 2 and "train.keep_whole_gradients is for FSDP2" in alone.stderr
+    assert not (tmp_path / "run/tokens").exists()
+    checked = must_succeed("check", *words)
+    assert "launch      train.keep_whole_gradients is for FSDP2" in checked.stdout
+
+
 @pytest.mark.slow
 def test_whole_gradients_are_stored_under_fsdp2_only_where_asked_for(tiny, tmp_path, monkeypatch):
-    alone = run_plugsft(tiny(), "train.keep_whole_gradients=true")
-    assert alone.returncode == 2 and "is for FSDP2, and this is single process" in alone.stderr
     activate(install(tmp_path / "site", grads=GRADS), monkeypatch)
     recipe = tiny(train={"steps": 3, "micro_batch": 1}, plugins={"grads": {}})
     words = ("-m", "plugsft", recipe)

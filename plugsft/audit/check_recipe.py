@@ -28,6 +28,7 @@ from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_s
 from ..model.schedule import ScheduleDefaults, factors_of, without_peak
 from ..output.disk_space import ensure_room
 from ..output.folder import describe_results
+from ..ranks.launcher import without_fsdp2
 from ..recipe.capabilities import Capability
 from ..recipe.tables import LOSSY, Model, Recipe, Source, Train
 from ..registry.active import Active
@@ -109,6 +110,8 @@ def _check(
         ensure_launch_file(default_launch_file(), recipe)
     except LaunchError as error:
         findings.warn("launch", f"`plugsft launch` would be refused: {error}")
+    if unmet := without_fsdp2(recipe, machine):
+        findings.warn("launch", unmet)
     if left := describe_results(recipe.folder):
         findings.warn("output", f"{recipe.output} holds {left}")
     if recipe.loses_small_steps:

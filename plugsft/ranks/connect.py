@@ -101,11 +101,6 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"the launcher asked for {machine.world_size} ranks of {wanted}, and what came up is "
             f"{accelerator.num_processes} of {kind}. {CHECK_LAUNCHER}"
         )
-    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
-        raise LaunchError(
-            f"train.keep_whole_gradients is for FSDP2, and this is {strategy_name(accelerator)}; "
-            "remove it"
-        )
     if machine.world_size > 1:
         host_group()
         with suppress(RuntimeError, KeyError):  # the host may allow fewer sockets than ranks

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import LaunchError
+from ..base.machine import Machine
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 
@@ -50,6 +51,16 @@ def ensure_environment(recipe: Recipe) -> None:
     """Refuse variables, of a launcher or of the user, that contradict the recipe."""
     settings = {name: os.environ.get(variable) for name, variable in VARIABLES.items()}
     ensure_settings(settings, recipe, "the launcher's file or the environment")
+
+
+def without_fsdp2(recipe: Recipe, machine: Machine) -> str:
+    """Say what of a recipe needs FSDP2, where the launch is another; `check` need not know it."""
+    if machine.strategy == "fsdp2" or not recipe.train.keep_whole_gradients:
+        return ""
+    return (
+        "train.keep_whole_gradients is for FSDP2, and this launch is another: `plugsft launch "
+        "RECIPE --strategy fsdp2`, or remove the key"
+    )
 
 
 def ensure_settings(settings: Mapping[str, Any], recipe: Recipe, where: str) -> None:

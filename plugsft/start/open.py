@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..base.errors import LaunchError
 from ..base.machine import Machine
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
@@ -15,6 +16,7 @@ from ..data.prepare import day_of, prepare
 from ..model.defaults import ModelDefaults
 from ..output.record import Record
 from ..ranks.connect import prepare_gpu, silence_libraries, start_watch
+from ..ranks.launcher import without_fsdp2
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..run import Run, open_run
@@ -40,6 +42,8 @@ def prepare_data(case: Case, checkpoints: Sequence[Path]) -> Prepared:
 
     A template with a date writes the day on which the run of the checkpoints began, or today.
     """
+    if unmet := without_fsdp2(case.recipe, case.machine):
+        raise LaunchError(unmet)
     ensure(case, "launcher", "plugins", "model", "weights", "reference")
     begun = checkpoints[0].resolve().parent.parent if checkpoints else None
     data = prepare(case.recipe, case.active, day=day_of(begun))
