@@ -150,6 +150,10 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"PLUGSFT_PROGRESS_SECONDS": "x"}, "PLUGSFT_PROGRESS_SECONDS='x'"),
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
         ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "sets dynamo_backend = x (ACCELERATE_DYNAMO_BACKEND)"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "which plugsft (by DDP, FSDP2 or ZeRO-3) decides"),
+        ({"ACCELERATE_USE_SAGEMAKER": "true"}, "use_sagemaker = true (ACCELERATE_USE_SAGEMAKER)"),
+        ({"ACCELERATE_TORCH_DEVICE": "meta"}, "device (with CUDA_VISIBLE_DEVICES) decides: unset"),
+        ({"ACCELERATE_TORCH_DEVICE": ""}, "torch_device =  (ACCELERATE_TORCH_DEVICE), which"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
     ],
 )

@@ -21,6 +21,9 @@ VARIABLES = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
     "use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "use_megatron_lm": "ACCELERATE_USE_MEGATRON_LM",
+    "use_sagemaker": "ACCELERATE_USE_SAGEMAKER",
+    "torch_device": "ACCELERATE_TORCH_DEVICE",
     "fsdp_version": "FSDP_VERSION",
     "fsdp_activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
 }
@@ -68,11 +71,12 @@ def ensure_settings(settings: Mapping[str, Any], recipe: Recipe, where: str) -> 
     wrong = []
     for name, (decides, *allowed) in allowed_settings(recipe).items():
         given = settings.get(name)
-        if given not in (None, "") and str(given).lower() not in allowed:
+        # Of an empty device, torch makes an error.
+        is_unset = given is None or (given == "" and allowed)
+        if not is_unset and str(given).lower() not in allowed:
             variable = VARIABLES.get(name, "DeepSpeed")
-            wrong.append(
-                f"{name} = {given} ({variable}), which {decides} decides: set it to '{allowed[0]}'"
-            )
+            cure = f"set it to '{allowed[0]}'" if allowed else "unset it"
+            wrong.append(f"{name} = {given} ({variable}), which {decides} decides: {cure}")
     if wrong:
         raise LaunchError(f"{where} sets {'; and '.join(wrong)}")
 
@@ -82,12 +86,16 @@ def allowed_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     dtype, train = f'model.dtype = "{recipe.model.dtype}"', recipe.train
     computes = ACCELERATE_TYPES[recipe.model.dtype]
     batches = "train.batch_size and train.micro_batch"
+    strategy = "plugsft (by DDP, FSDP2 or ZeRO-3)"
     compiled, recomputed = map(Capability.bundled, ("compiled_layers", "recomputed_activations"))
     return {
         "mixed_precision": (dtype, "no", computes),
         "gradient_accumulation_steps": (batches, "1"),
         "dynamo_backend": (compiled.table, "no"),
-        "use_parallelism_config": ("plugsft (by DDP, FSDP2 or ZeRO-3)", "false"),
+        "use_parallelism_config": (strategy, "false"),
+        "use_megatron_lm": (strategy, "false"),
+        "use_sagemaker": (strategy, "false"),
+        "torch_device": ("device (with CUDA_VISIBLE_DEVICES)",),
         "fsdp_version": ("plugsft (FSDP2)", "2"),
         "fsdp_activation_checkpointing": (recomputed.table, "false"),
         # DeepSpeed's own names.
