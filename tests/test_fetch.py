@@ -177,8 +177,8 @@ def test_a_file_in_the_way_is_refused(bucket, tmp_path):
     [
         ("s3://missing/rows.jsonl", "no such bucket, folder or object"),
         ("s3://rows/missing.jsonl", "no such bucket, folder or object"),
-        ("s3://rows/parts/notes.txt", ".csv (unpacked), among: notes.txt"),
-        ("folder/a.jsonl", "a recipe names a file, a folder and a data set of the hub as they are"),
+        ("s3://rows/parts/notes.txt", "no object with rows, whose name ends .jsonl"),
+        ("folder/a.jsonl", ". A recipe names local files and folders, and data sets"),
         ("s9://rows/rows.jsonl", "only addresses of s3, s3a, gs, gcs, hf, file are fetched"),
         ("https://host/a.jsonl", "download the file (curl -O), and name it"),
         ("zip://a::http://b/c", "only addresses of"),

@@ -139,15 +139,12 @@ def _error_number(error: Exception, path: Path) -> int | None:
     if not isinstance(error, OSError) or error.errno is None:
         found = ERROR_NUMBER.search(str(error))
         return int(found[1]) if found else None
-    names = [name for name in (error.filename, error.filename2) if name is not None]
-    if not names:
+    if error.filename is None:
         return error.errno if error.errno in WRITE_ERRORS else None
-    path = Path(os.path.abspath(path))
-    for name in names:  # a copy has two: its source, and what it writes
-        failed = Path(os.path.abspath(os.fsdecode(name)))
-        if failed.is_relative_to(path.parent) or path.is_relative_to(failed):
-            return error.errno
-    return None
+    written = error.filename2 or error.filename  # a copy has two
+    failed, path = (Path(os.path.abspath(os.fsdecode(name))) for name in (written, path))
+    concerned = failed.is_relative_to(path.parent) or path.is_relative_to(failed)
+    return error.errno if concerned else None
 
 
 def is_published(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import fsspec
@@ -53,27 +54,18 @@ class Counting(Callback):  # type: ignore[misc]  # untyped upstream
 
 def fetch(address: str, folder: Path) -> None:
     """Copy the objects of an address, a folder or a pattern, but those that were copied before."""
-    if "://" not in address:
-        raise DataError(
-            f"{address}: is no address of an object store; a recipe names a file, a folder and a "
-            "data set of the hub as they are"
-        )
     if address.partition("://")[0] not in SCHEMES or "::" in address:
         raise DataError(
             f"{address}: only addresses of {', '.join(SCHEMES)} are fetched; download the file "
-            "(curl -O), and name it"
+            "(curl -O), and name it. A recipe names local files and folders, and data sets of the "
+            "hub, as they are"
         )
     with refusals_of(address):
         store, path = fsspec.core.url_to_fs(address, use_listings_cache=False)
-        objects, others = find_objects(store, path)
+        objects = find_objects(store, path)
         missing = [each for each in objects if not is_fetched(each, folder)]
-    more = f" and {len(others) - 5:,} more" if others[5:] else ""
-    left_out = ", ".join(others[:5]) + more
     if not objects:
-        raise DataError(
-            f"{address}: no object with rows, whose name ends {', '.join(DATA_FILES)} (unpacked), "
-            f"among: {left_out}"
-        )
+        raise DataError(f"{address}: no object with rows, whose name ends {', '.join(DATA_FILES)}")
     need, free = sum(each.size for each in missing), free_disk(folder.absolute())
     if need > free:
         needed = f"{folder}: {format_size(need)} needed, {format_size(free)} free"
@@ -85,14 +77,12 @@ def fetch(address: str, folder: Path) -> None:
                 copy(store, each, folder, count)
     copied, there = format_count(len(missing), "file"), len(objects) - len(missing)
     say(f"fetched: {copied}, {format_size(need)}; {there:,} there before")
-    if others:
-        say(f"left out, as empty or of another type: {left_out}")
     rows = folder / objects[0].name if len(objects) == 1 else folder
     say(f'in a recipe: source = "{rows}"')
 
 
-def find_objects(store: Any, path: str) -> tuple[list[Object], list[str]]:
-    """Find objects at a path, in its folder or of its pattern: those with rows; names of others."""
+def find_objects(store: Any, path: str) -> list[Object]:
+    """Find the objects at a path, in its folder or of its pattern, that hold rows; name others."""
     start = path
     if any(letter in path for letter in "*?[") and not store.exists(path):
         infos = store.glob(path, detail=True)
@@ -108,7 +98,9 @@ def find_objects(store: Any, path: str) -> tuple[list[Object], list[str]]:
         # A folder tells the time of a link itself.
         facts = store.info(found) if info.get("islink") else info
         objects.append(Object(found, name, facts["size"], version_of(facts)))
-    return objects, others
+    if others:
+        say(f"left out, as empty or of another type: {shorten(', '.join(others), 300)}")
+    return objects
 
 
 def version_of(info: Mapping[str, Any]) -> str:
