@@ -22,8 +22,9 @@ from .base.machine import Machine
 from .batches.plan import Plan
 from .checkpoint.final_model import ensure_saveable
 from .checkpoint.save import ensure_one_output
+from .hooks import with_plugins
 from .model.load import ModelLoad, make_load, make_scratch_model
-from .model.schedule import Schedule
+from .model.schedule import Schedule, factors_of
 from .ranks.agree import agreed, ensure_alike
 from .ranks.connect import connect
 from .ranks.load_batches import explain_out_of_memory_in_loading
@@ -103,7 +104,8 @@ def plan_steps(
     with agreed("planning the steps"):
         plan = Plan(tokens, recipe, accelerator.num_processes, active.hooks)
         factor = active.hooks.schedule(train=recipe.train, steps=plan.steps)
-        schedule = Schedule(factor, optimizer, plan.steps)
+        factors = factors_of(factor, plan.steps, with_plugins(active.hooks.schedule))
+        schedule = Schedule(factors, optimizer)
         compared = plan.compared() | schedule.compared()
     ensure_alike(compared, SAME_INPUTS)
     return plan, schedule

@@ -15,7 +15,7 @@ from plugsft.base.errors import CheckpointError, PluginError, RecipeError
 from plugsft.checkpoint.same_run import FORMAT, ensure_same_run, keys_affecting_results
 from plugsft.commands.recipes import check
 from plugsft.lab.trials import trials
-from plugsft.model.schedule import Schedule, ScheduleDefaults, without_peak
+from plugsft.model.schedule import Schedule, ScheduleDefaults, factors_of, without_peak
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
 
@@ -62,7 +62,7 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(keys, name,
         theirs_on.step()
         theirs.step()
     ours_on = optimizer()
-    ours = Schedule(factor_of(20, warmup=warmup, **keys), ours_on, 20)
+    ours = Schedule(factors_of(factor_of(20, warmup=warmup, **keys), 20), ours_on)
     for step in [*range(20, 0, -1), 7]:
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
@@ -93,7 +93,7 @@ def test_a_share_of_warm_up_steps_is_rounded_as_transformers_trainer_does(warmup
 
 def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
     for warmup in (0.5, 10.0):
-        schedule = Schedule(factor_of(20, warmup=warmup), optimizer(), 20)
+        schedule = Schedule(factors_of(factor_of(20, warmup=warmup), 20), optimizer())
         assert schedule.set(6) == pytest.approx(0.25)
 
 
@@ -174,7 +174,8 @@ def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkey
         line["step"]: (line["loss"], line["learning_rate"]) for line in lines if line["step"] > 3
     }
     wrong = run_plugsft(recipe, "plugins.halves.wrong=true", "--overwrite")
-    assert wrong.returncode == 2 and "'schedule' gave nan for step 3" in wrong.stderr
+    said = "'schedule' of plugin 'halves' gave nan for step 3"
+    assert wrong.returncode == 2 and said in wrong.stderr
     # Before step 1, so that the finished run stays; `check` finds it, too.
     assert read_metrics(run) == lines
     with pytest.raises(RecipeError, match=r"'schedule' gave nan for step 3"):
@@ -214,15 +215,16 @@ def test_the_recipe_s_schedule_may_be_wrapped(tiny, tmp_path, monkeypatch, capsy
         (lambda step: -0.1, "'schedule' gave -0.1 for step 1; it returns a share of the peak"),
         (lambda step: None if step else 1, "'schedule' gave None for step 2; it returns a share"),
         (lambda step: 1 / (3 - step) if step < 3 else math.inf, "'schedule' gave inf for step 4"),
+        (lambda: 1.0, "gave a function that fails for step 1 ("),
     ],
-    ids=["negative", "nothing", "infinite"],
+    ids=["negative", "nothing", "infinite", "of nothing"],
 )
 def test_a_schedule_that_is_none_is_refused(factor, message):
     with pytest.raises(PluginError, match=re.escape(message)):
-        Schedule(factor, optimizer(), 4)
+        factors_of(factor, 4)
 
 
 def test_any_type_of_number_is_a_factor():
     on = optimizer()
-    assert Schedule(np.float32, on, 4).set(4) == 1.5
+    assert Schedule(factors_of(np.float32, 4), on).set(4) == 1.5
     assert [type(group["lr"]) for group in on.param_groups] == [float, float]

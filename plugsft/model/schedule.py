@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from ..base.checksums import digest
-from ..base.errors import PluginError
+from ..base.errors import PluginError, reason_of
 from ..hooks import hookimpl
 from ..recipe.tables import Train, short
 
@@ -26,8 +26,8 @@ Factor = Callable[[int], float]
 class Schedule:
     """Sets the learning rate of each step."""
 
-    def __init__(self, factor: Factor, optimizer: Optimizer, steps: int) -> None:
-        self._factors, self._optimizer = factors_of(factor, steps), optimizer
+    def __init__(self, factors: list[float], optimizer: Optimizer) -> None:
+        self._factors, self._optimizer = factors, optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def compared(self) -> dict[str, str]:
@@ -71,14 +71,23 @@ class ScheduleDefaults:
         return factor
 
 
-def factors_of(factor: Factor, steps: int) -> list[float]:
-    """Return the factor of each step; refuse those of a plugin that are no learning rates."""
+def factors_of(factor: Factor, steps: int, where: str = "'schedule'") -> list[float]:
+    """Return the factor of each step; refuse those of a plugin that are no learning rates.
+
+    `where` names the hook and its plugins.
+    """
     factors: list[float] = []
     for done in range(steps):
-        value = factor(done)
+        try:
+            value = factor(done)
+        except Exception as error:
+            raise PluginError(
+                f"{where} gave a function that fails for step {done + 1} ({reason_of(error)}); it "
+                "is called with the number of steps done before"
+            ) from error
         if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
             raise PluginError(
-                f"'schedule' gave {short(value)} for step {done + 1}; it returns a share of the "
+                f"{where} gave {short(value)} for step {done + 1}; it returns a share of the "
                 "peak learning rate, which is a finite number of at least 0"
             )
         factors.append(float(value))
