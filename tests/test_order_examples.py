@@ -126,6 +126,7 @@ class Orders(BatchDefaults):
             r"'order_examples' gave float64 values of shape \[1\] for epoch 0; it must give",
         ),
         ([[1]], r"gave int64 values of shape \[1, 1\] for epoch 0; it must give a list of example"),
+        ([[0], [1, 2]], r"gave object values of shape \[2\] for epoch 0; it must give a list"),
         ([3, 20], r"gave the example 20 for epoch 0, but there are 20, from 0 to 19"),
         ([-1, 3], r"gave the example -1 for epoch 0, but there are 20"),
     ],

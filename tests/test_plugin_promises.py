@@ -57,6 +57,8 @@ PLANS = """
         ("steps[0] = [[part - 9 for part in rank] for rank in steps[0]]", "gave the example -"),
         ("steps = [step * 2 for step in steps]", "gave micro-batches per rank: [2, 2]; it must"),
         ("steps = [[[]] for step in steps]", "gave micro-batches per rank: [0]; it must give each"),
+        ("steps = [[0, 1], [2, 3]]", "gave micro-batches per rank: []; it must give each"),
+        ("steps = [1, 2]", "gave micro-batches per rank: []; it must give each"),
         ("steps = [[[[0.5]]] for step in steps]", "gave float64 values of shape [1] for step 1 of"),
     ],
 )

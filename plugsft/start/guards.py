@@ -108,7 +108,10 @@ class GuardedLayouts(Layouts):
     def lay_out(self, number: int) -> Layout:
         """Lay out a step; refuse what the planner may not give."""
         layout = self._layouts[number]
-        counts = [len(micro_batches) for micro_batches in layout]
+        try:
+            counts = [len(micro_batches) for micro_batches in layout]
+        except TypeError:  # a number in place of a list
+            counts = []
         if len(counts) != self._ranks or len({*counts}) != 1 or not counts[0]:
             raise PluginError(
                 f"{self._planner} gave micro-batches per rank: {counts}; it must give each of "
@@ -131,7 +134,10 @@ def police(active: Active, bundled: bool = False) -> None:
 
 def ensure_examples(numbers: Any, count: int, where: str, place: str) -> Ints:
     """Refuse what are no numbers of examples."""
-    examples = np.asarray(numbers)
+    try:
+        examples = np.asarray(numbers)
+    except ValueError:  # lists of different lengths
+        examples = np.asarray(numbers, object)
     if examples.size and (examples.dtype.kind not in "iu" or examples.ndim != 1):
         raise PluginError(
             f"{where} gave {examples.dtype} values of shape {[*examples.shape]} for {place}; it "
