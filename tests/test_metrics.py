@@ -163,6 +163,29 @@ def test_a_wrong_declaration_is_refused(tmp_path, monkeypatch, arguments, says):
     assert says in str(caught.value)
 
 
+def test_a_function_of_names_that_fails_is_named(tmp_path, monkeypatch):
+    wrong = """
+        @plugin(metrics=lambda plugin, recipe: [plugin.nothing])
+        class Wrong:
+            pass
+    """
+    tables = tables_with(tmp_path, monkeypatch, wrong=wrong)
+    with pytest.raises(AttributeError) as caught:
+        resolve(tables)
+    assert caught.value.__notes__ == ["raised by plugin 'wrong', in the metrics of its @plugin"]
+
+
+def test_an_option_that_is_no_name_of_a_metric_is_not_watched(tmp_path, monkeypatch):
+    wrong = """
+        @plugin(watches=["every"])
+        class Wrong:
+            every: int = 5
+    """
+    recipe, active = resolve(tables_with(tmp_path, monkeypatch, wrong=wrong))
+    with pytest.raises(RecipeError, match=r"plugins\.wrong\.every: steps have no metric '5'"):
+        check_metrics(Case(recipe, active, look()))
+
+
 @pytest.mark.parametrize("names", ["'x'", "None", "[5]"])
 def test_names_of_a_function_that_are_no_names_are_refused(tmp_path, monkeypatch, names):
     wrong = f"""

@@ -39,14 +39,20 @@ def declared_metrics(
     for name, plugin in plugins.items():
         names = contract_of(plugin).metrics
         if callable(names):
-            names = names(plugin, recipe)
+            try:
+                names = names(plugin, recipe)
+            except Exception as error:
+                error.add_note(f"raised by plugin '{name}', in the metrics of its @plugin")
+                raise
         if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
             raise PluginError(f"plugin '{name}': metrics are {short(names)}; give a list of names")
         declared[name] = [*names]
         own = f"plugin '{name}'"
         for metric in names:
-            is_of_evaluations = metric.startswith("eval_")
-            owner = "an evaluation" if is_of_evaluations else owners.setdefault(metric, own)
+            if metric.startswith("eval_"):
+                owner = "an evaluation"
+            else:
+                owner = owners.setdefault(metric, own)
             if owner != own:
                 problems.append(
                     f"{path}: plugins.{name}: its metric '{metric}' has the name of a metric of "

@@ -109,9 +109,10 @@ def check_metrics(case: Case) -> str:
         for option in contract_of(plugin).watches:
             watched[f"plugins.{name}.{option}"] = getattr(plugin, option)
     problems, direction = [], "best" in recipe.checkpoint.model_fields_set
-    for key, metric in watched.items():
-        if metric is None:
+    for key, value in watched.items():
+        if value is None:
             continue
+        metric = str(value)  # a plugin may watch an option that is no text
         kind = "evaluations" if key == KEEP_BEST or metric.startswith("eval_") else "steps"
         if kind == "evaluations" and recipe.eval is None:
             problems.append(
