@@ -143,6 +143,11 @@ def test_a_broken_import_is_a_line(company):
     assert "plugin 'one' cannot be imported: cannot import name 'dumbs'" in line
 
 
+def test_a_syntax_error_is_a_line(company):
+    (line,) = refused(company(one=ANSWERS + "\nx = ("))
+    assert "plugin 'one' cannot be imported: '(' was never closed (made" in line
+
+
 @pytest.mark.parametrize("source", ["x = 1", ANSWERS + ANSWERS.replace("Answers", "Other")])
 def test_a_module_holds_one_plugin(company, source):
     (line,) = refused(company(one=source))

@@ -85,7 +85,7 @@ def load_class(found: FoundPlugin) -> type[Any]:
         raise PluginError(
             f"plugin '{found.name}' needs the package '{package}': pip install {package}"
         ) from error
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise PluginError(f"plugin '{found.name}' cannot be imported: {error}") from error
     own = [
         value
