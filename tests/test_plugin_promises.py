@@ -279,6 +279,7 @@ SUM = """
     ("value", "what"),
     [
         ("torch.ones(2)", "a tensor of 2 numbers"),
+        ("torch.tensor(1j)", "tensor(0.+1.j)"),
         ("None", "None"),
         ("'7'", "'7'"),
         ("[7.0]", "[7.0]"),

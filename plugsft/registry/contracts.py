@@ -156,8 +156,9 @@ def numbers_of(plugin: str, metric: str, value: Any, declared: Sequence[str]) ->
         raise PluginError(f"{where} is not declared: name it in @plugin(metrics=[...]){hint}")
     numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
     for number in numbers:
-        # A tensor, without an import of torch.
-        size = number.numel() if hasattr(number, "numel") else None
+        size = None
+        if hasattr(number, "numel") and not number.is_complex():  # a tensor, without torch
+            size = number.numel()
         if size != 1 and not isinstance(number, Real):
             what = short(value) if size is None else f"a tensor of {size} numbers"
             raise PluginError(
