@@ -66,7 +66,8 @@ def fetch(address: str, folder: Path) -> None:
         missing = [each for each in objects if not is_fetched(each, folder)]
     if not objects:
         raise DataError(f"{address}: no object with rows, whose name ends {', '.join(DATA_FILES)}")
-    need, free = sum(each.size for each in missing), free_disk(folder.absolute())
+    need = sum(each.size for each in missing)
+    free = free_disk(folder.absolute())
     if need > free:
         needed = f"{folder}: {format_size(need)} needed, {format_size(free)} free"
         raise DiskError(needed, "free some, or name another folder")
@@ -75,7 +76,8 @@ def fetch(address: str, folder: Path) -> None:
         for each in missing:
             with refusals_of(address), writing(folder / each.name):
                 copy(store, each, folder, count)
-    copied, there = format_count(len(missing), "file"), len(objects) - len(missing)
+    copied = format_count(len(missing), "file")
+    there = len(objects) - len(missing)
     say(f"fetched: {copied}, {format_size(need)}; {there:,} there before")
     rows = folder / objects[0].name if len(objects) == 1 else folder
     say(f'in a recipe: source = "{rows}"')
@@ -84,7 +86,7 @@ def fetch(address: str, folder: Path) -> None:
 def find_objects(store: Any, path: str) -> list[Object]:
     """Find the objects at a path, in its folder or of its pattern, that hold rows; name others."""
     start = path
-    if any(letter in path for letter in "*?[") and not store.exists(path):
+    if re.search(r"[*?[]", path) and not store.exists(path):
         infos = store.glob(path, detail=True)
         start = re.split(r"[*?[]", path)[0].rpartition("/")[0]
     else:  # a name may hold these letters itself
@@ -95,9 +97,9 @@ def find_objects(store: Any, path: str) -> list[Object]:
         if not name.endswith(DATA_FILES) or not info["size"]:
             others.append(name)
             continue
-        # A folder tells the time of a link itself.
-        facts = store.info(found) if info.get("islink") else info
-        objects.append(Object(found, name, facts["size"], version_of(facts)))
+        if info.get("islink"):  # a folder tells the time of the link itself
+            info = store.info(found)
+        objects.append(Object(found, name, info["size"], version_of(info)))
     if others:
         say(f"left out, as empty or of another type: {shorten(', '.join(others), 300)}")
     return objects
@@ -149,11 +151,11 @@ def refusals_of(address: str) -> Iterator[None]:
     except (PlugsftError, MemoryError):
         raise
     except Exception as error:
-        text, code = " ".join(str(error).split()) or "no reason given", getattr(error, "code", None)
+        text = " ".join(str(error).split()) or "no reason given"
         if isinstance(error, ImportError):
             cure = f"pip install plugsft[{EXTRAS[scheme]}]" if scheme in EXTRAS else text
             text = f"its store needs another package: {cure}"
-        elif isinstance(error, FileNotFoundError) or code == 404:
+        elif isinstance(error, FileNotFoundError) or getattr(error, "code", None) == 404:
             text = f"no such bucket, folder or object ({text})"
         elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
             text = f"no access ({text}); set the store's credentials: AWS_ACCESS_KEY_ID and others"

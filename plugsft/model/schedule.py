@@ -27,7 +27,8 @@ class Schedule:
     """Sets the learning rate of each step."""
 
     def __init__(self, factors: list[float], optimizer: Optimizer) -> None:
-        self._factors, self._optimizer = factors, optimizer
+        self._factors = factors
+        self._optimizer = optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def compared(self) -> dict[str, str]:
