@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from other_tools import save_model
 from plugin_packages import LOUD, activate, install
-from safetensors.numpy import save_file
 
 from plugsft.base.atomic import publish
 from plugsft.checkpoint.same_run import FORMAT
@@ -91,11 +90,9 @@ def files_of_a_new_user(folder):
     (folder / "empty.jsonl").touch()
     (folder / "foreign/model").mkdir(parents=True)
     (folder / "foreign/model/notes.txt").write_text("mine")
-    (folder / "short").mkdir()
-    (folder / "short/config.json").write_text(
-        json.dumps({"model_type": "llama", "max_position_embeddings": 100})
-    )
-    save_file({}, folder / "short/model.safetensors")
+    save_model(folder / "short")
+    config = json.loads((folder / "short/config.json").read_text())
+    (folder / "short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     with publish(folder / "finished/model") as model:
         (model / "config.json").write_text("{}")
     with publish(folder / "other/checkpoints/step-000002") as checkpoint:

@@ -84,6 +84,7 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
     checkpoint = points[-1]
     return {
         "train": [[recipe], [recipe, "--resume-from", checkpoint], [recipe, "--resume"]],
+        "fetch": [["--help"]],  # it copies rows, and opens no model
         "prepare": [[recipe]],
         "check": [[recipe]],
         "inspect": [[recipe]],

@@ -132,7 +132,7 @@ def test_checkpoints_and_evaluations_are_timed_apart_from_logging(tiny, sleeper)
         plugins={"profiler": {}, "sleeper": {"slow": {"logging": 30.0}}},
     )
     profile, said = profiled(recipe)
-    assert spent(profile, "checkpoint") > 0.002 and spent(profile, "evaluation") > 0.002
+    assert spent(profile, "checkpoint") > 0 and spent(profile, "evaluation") > 0
     assert spent(profile, "logging") >= 0.03
     assert "raise checkpoint.every from 1" in said or "raise eval.every from 1" in said
 
