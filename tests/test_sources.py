@@ -382,3 +382,14 @@ def test_a_csv_s_texts_are_trained_as_they_are_written(tmp_path):
     assert [row.get("weight") for row in read] == [*weights, None]
     [row] = rows.part(12_000, 12_001).read(0, 1)
     assert row == {"output": "007", "weight": 0.5, "note": 12_000}
+
+
+def test_a_csv_s_columns_of_numbers_may_mix_their_kinds(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,c\n1,1,12345678901234567890\ntrue,2.5,7\n,3,8\n", encoding="utf8")
+    long = "12345678901234567890"  # as text, since no number of a table holds it
+    assert rows_of_short(path) == [
+        {"a": 1, "b": 1, "c": long},
+        {"a": True, "b": 2.5, "c": "7"},
+        {"b": 3, "c": "8"},
+    ]

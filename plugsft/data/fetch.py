@@ -124,7 +124,7 @@ def is_fetched(each: Object, folder: Path) -> bool:
 
 
 def version_file(path: Path) -> Path:
-    """The file beside a copy that says of which version it is."""
+    """Return the file beside a copy that holds its version."""
     return path.with_name(f".{path.name}.version")
 
 

@@ -97,7 +97,7 @@ class Guard:
 
 
 class GuardedLayouts(Layouts):
-    """Layouts of which each step is looked at as it is laid out."""
+    """Layouts that are checked step by step, as they are laid out."""
 
     def __init__(self, layouts: Layouts, count: int, ranks: int, planner: str) -> None:
         self._layouts, self._count, self._ranks, self._planner = layouts, count, ranks, planner

@@ -22,7 +22,7 @@ from ...base.types import Ints, Range, Row
 from ...recipe.tables import DATA_FILES
 from ..jsonl import without_none
 
-NUMBER = r"^(-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE)?$"
+NUMBER = r"^(-?(0|[1-9]\d{0,17})(\.\d{1,17})?([eE][+-]?\d{1,3})?|[Tt]rue|[Ff]alse|TRUE|FALSE)?$"
 """What a column of numbers, or of truth values, holds in a csv."""
 
 
@@ -43,11 +43,10 @@ class DatasetRows:
     def read(self, start: int, stop: int) -> list[Row | str]:
         """Read rows; a field that Arrow filled in with None counts as missing."""
         table = self._valid(self._data.with_format("arrow")[start:stop], True)
-        for name in self._numbers:
-            texts = table[name].to_pylist()
-            values = [json.loads(text.lower()) if text else None for text in texts]
-            table = table.set_column(table.column_names.index(name), name, pa.array(values))
-        return [without_none(row) for row in table.to_pylist()]
+        rows = [without_none(row) for row in table.to_pylist()]
+        for row in rows if self._numbers else ():
+            row |= {name: json.loads(row[name].lower()) for name in self._numbers if name in row}
+        return rows
 
     def sizes(self) -> Ints:
         """Count each row as the average one."""
