@@ -573,6 +573,11 @@ def test_a_template_without_a_prompt_and_a_system_turn_in_the_middle_are_warning
     middle = "a turn of the system in the middle"
     shown, _ = audited(chatml, [system, ASK, TELL], [ASK, TELL, system, ASK, TELL])
     assert f"line 7: {middle}" in shown and says not in shown
+    # An empty thought is no role: a server's prompt names the assistant.
+    thinks = "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{% if loop.last and m['role'] "
+    thinks += "== 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
+    thinks += "{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+    assert "before an answer" not in audited(thinks, [ASK, TELL])[0]
     # Some models read an answer right after the question: there is nothing to write.
     bare = (
         "{%- for m in messages -%}{%- if m['role'] == 'user' -%}[{{ m['content'] }}]"

@@ -228,7 +228,7 @@ def _unprompted(chat: Chat) -> str:
     with suppress(BadRow, DataError):  # the template may refuse this conversation
         prompt = chat.write([ASK], add_generation_prompt=True)
         before, _, _ = chat.write([ASK, ANSWER]).partition(str(ANSWER["content"]))
-        if before.startswith(prompt):
+        if prompt == chat.write([ASK]) and before.startswith(prompt):
             return before.removeprefix(prompt).strip()
     return ""
 
