@@ -58,9 +58,7 @@ def ensure_tensors_fit(recipe: Recipe) -> None:
         files = find_weight_files(str(folder), None) if folder else []
         # A download may be incomplete.
         if files and all(map(os.path.isfile, files)):
-            is_part = recipe.model.text_only or recipe.provides("reward_model")
-            whole = build_empty(recipe, published=True) if is_part else model
-            kept_tensors(whole, str(folder), None)
+            kept_tensors(build_empty(recipe, published=True), str(folder), None)
             ensure_complete(model, WeightFiles(model, files), str(folder))
     except PlugsftError:
         raise
