@@ -41,13 +41,14 @@ from plugsft.base import build_once as claims
 folder, note, go = map(Path, sys.argv[1:4])
 claims.PATIENCE, claims.HEARTBEAT = {patience}, 0.1
 def build(building):
-    with note.open("a") as file:
-        file.write(f"{{os.getpid()}}\\n")
     with (building / "data-parts").open("a") as file:
         file.write(f"{{os.getpid()}}\\n")
     (building / "half").write_text("half")
     if "start_worker" in globals():
         start_worker()
+    # Last: a test that reads its number may kill it at once.
+    with note.open("a") as file:
+        file.write(f"{{os.getpid()}}\\n")
     while not go.exists():
         time.sleep(0.01)
     (building / "whole").write_text(str(os.getpid()))
