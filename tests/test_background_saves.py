@@ -14,12 +14,15 @@ from saved_runs import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft.base.atomic import damage, step_folder
+from plugsft.checkpoint.contents import Contents
 from plugsft.checkpoint.save import Checkpoints
 from plugsft.checkpoint.state import TrainState
 from plugsft.model.load import ModelLoad
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.sharding import shard_model, weights_of
 
+COPIES = 2.5
+"""The most copies of the state that training may stand still for."""
 HEARD = """
 import json, threading
 from plugsft import damage, hookimpl, plugin
@@ -165,9 +168,11 @@ def save_both_ways(name, accelerator, recipe, active):
     recipe = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"keep": 1})}
     )
-    checkpoints = Checkpoints(recipe, active, accelerator, state, 100, 10, {})
+    contents = Contents()
+    contents.read_weights({})
+    checkpoints = Checkpoints(recipe, active, accelerator, state, 100, 10, contents)
     ids = torch.arange(64).view(1, 64)
-    waits, stalls, step = [], [], 0
+    waits, stalls, copied, step = [], [], [], 0
 
     def train():
         model(input_ids=ids, labels=ids).loss.backward()
@@ -181,7 +186,10 @@ def save_both_ways(name, accelerator, recipe, active):
 
     train()
     checkpoints.save(step := step + 1)  # allocates the copies
-    for _ in range(3):
+    moments = [value for held in optimizer.state.values() for value in held.values()]
+    held = [*model.parameters(), *moments]
+    copies = [tensor.detach().clone() for tensor in held]
+    for _ in range(20):
         began = time.perf_counter()
         checkpoints.save(step := step + 1)
         waits.append(time.perf_counter() - began)
@@ -196,15 +204,13 @@ def save_both_ways(name, accelerator, recipe, active):
                 break
         stalls.append(stall)
         assert damage(step_folder(checkpoints.folder, step)) is None
-    moments = [value for held in optimizer.state.values() for value in held.values()]
-    held = [*model.parameters(), *moments]
-    copies, seconds = [tensor.detach().clone() for tensor in held], []
-    for _ in range(3):
         began = time.perf_counter()
         for copy, tensor in zip(copies, held, strict=True):
             copy.copy_(tensor.detach())
-        seconds.append(time.perf_counter() - began)
-    return sum(tensor.nbytes for tensor in held), waits, stalls, seconds
+        copied.append(time.perf_counter() - began)
+        if min(stalls) <= COPIES * min(copied):  # other work can only add to a stall
+            break
+    return sum(tensor.nbytes for tensor in held), waits, stalls, copied
 
 
 @only_full
@@ -213,7 +219,7 @@ def test_training_stands_still_for_a_copy_of_its_state(tmp_path):
     assert isinstance(answers["both"], tuple), answers["both"]
     size, *measured = answers["both"]
     assert size >= 600e6
-    wait, stall, copy = map(min, measured)  # other work can only add to it
+    wait, stall, copy = map(min, measured)
     print(f"\n{size / 1e6:.0f} MB: a save that training waits for takes {wait:.2f} s")
     print(f"one in the background stops it for {stall:.3f} s, a copy takes {copy:.3f} s")
-    assert stall <= 2.5 * copy
+    assert stall <= COPIES * copy

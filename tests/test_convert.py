@@ -514,6 +514,10 @@ def test_keys_below_a_known_one_are_named_and_deepspeed_stages_are_read(
         assert "not converted: frobnicate_all = false: not known" in text
         assert "roles" not in text and "1 example, for 1 GPU" in text
     assert {name for name, text in said.items() if "zero3" in text} == {"three", "table"}
+    for name in ("two", "z0"):
+        assert "not converted: deepspeed = " in said[name] and "the model whole (ddp)" in said[name]
+    line = "--strategy zero3      # deepspeed: deepspeed_configs/zero3_bf16.json"
+    assert line in (tmp_path / "three.toml").read_text()
     assert "not converted: deepspeed = {...}: optimizer states stay" in said["table"]
 
 

@@ -17,10 +17,18 @@ TRAIN = {"steps": 4, "batch_size": 8, "micro_batch": 4}
 EVAL = {"every": 2, "split": "train[:4]"}
 HEAD = """
     import os, sys
+    from dataclasses import replace
 
     import torch
 
     RANK = int(os.environ.get("RANK", "0"))
+
+    def cut(given, name):
+        return replace(given, **{name: getattr(given, name)[:-1]})
+
+    def add(given, **columns):
+        given.columns.update(columns)
+        return given
 
     @plugin(metrics=["one", "two", "sum", "share"])
     class Made:
@@ -131,6 +139,12 @@ GIVES = """
         ("use_weights", "{'eval_loss': 1.0}", 'did not return what work() returned for "evaluate"'),
         ("cache", "5", "gave 5; return what read(folder, in_memory) returned"),
         ("tokenize", "given * 2", "; it must give a shard for each of 1 slices, in order"),
+        ("render", "cut(given, 'texts')", "gave 23 texts, 24 lists of spans and 24 rows; it must"),
+        ("render", "replace(given, texts=[5] * 24)", "gave the text 5; each text is a string"),
+        ("encode", "replace(given, ids=given.ids / 2)", "gave ids, counts and ends of float64, "),
+        ("encode", "cut(given, 'ids')", "; it must give each text its count, and each token its"),
+        ("encode", "cut(given, 'counts')", "gave 23 counts for 24 texts, "),
+        ("add_columns", "add(given, x=[1, 2])", "gave the column 'x' of length 2 for 24 examples"),
         ("tokenize", "[5]", "gave [5]; it must give a shard for each of 1 slices, in order"),
     ],
 )

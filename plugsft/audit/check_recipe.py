@@ -25,6 +25,7 @@ from ..data.prepare import TOKEN_HOOKS, data_warnings, open_data, open_named_tok
 from ..data.sample import EstimatedColumns, make_work
 from ..data.slices import ShardWriter
 from ..data.sources import ROWS_NOT_HELD_OUT, OpenSource, ensure_columns, open_source, overlap
+from ..hooks import with_plugins
 from ..model.schedule import ScheduleDefaults, factors_of, without_peak
 from ..output.disk_space import ensure_room
 from ..output.folder import describe_results
@@ -132,7 +133,8 @@ def _check(
         with findings.about("steps"):
             steps, per_epoch = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("schedule"):
-        factors_of(active.hooks.schedule(train=train, steps=steps), steps)
+        factor = active.hooks.schedule(train=train, steps=steps)
+        factors_of(factor, steps, with_plugins(active.hooks.schedule))
         schedule = " and ".join(active.having("schedule")) or train.schedule
         findings.ok("schedule", f"{schedule}, peak {train.learning_rate:g}")
     with findings.about("disk"):

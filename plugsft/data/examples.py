@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.errors import PluginError
 from ..base.types import Encoded, Ints, Rendered, Shard, Span
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
@@ -17,6 +18,21 @@ Mask = NDArray[np.bool_]
 TRUNCATED = "no trained token, or two equal answers, within data.max_length; left out"
 """Warning of rows, or of turns, that are cut before what they teach."""
 WEIGHTLESS = "weight 0; left out"
+
+
+def ensure_encoded(encoded: Encoded, texts: int, where: str) -> None:
+    """Refuse tokens that are no integers, or not those of so many texts."""
+    arrays = [*map(np.asarray, (encoded.ids, encoded.counts, encoded.ends))]
+    ids, counts, ends = map(len, arrays)
+    if any(array.size and array.dtype.kind not in "iu" for array in arrays):
+        kinds = ", ".join(str(array.dtype) for array in arrays)
+        raise PluginError(f"{where} gave ids, counts and ends of {kinds}; all are integers")
+    if counts != texts or not ids == ends == arrays[1].sum():
+        raise PluginError(
+            f"{where} gave {counts:,} counts for {texts:,} texts, {ids:,} ids and {ends:,} ends "
+            f"for {arrays[1].sum():,} tokens; it must give each text its count, and each token "
+            "its id and its end"
+        )
 
 
 def trained_mask(encoded: Encoded, rendered: Rendered) -> Mask:

@@ -191,6 +191,19 @@ def drop_bad_texts(rendered: Rendered) -> None:
         values[:] = compress(values, good)
 
 
+def ensure_texts(rendered: Rendered, where: str) -> None:
+    """Refuse texts that are no strings, or that do not have their spans and rows."""
+    counts = [len(rendered.texts), len(rendered.spans), len(rendered.rows)]
+    if len({*counts}) > 1:
+        raise PluginError(
+            f"{where} gave {counts[0]:,} texts, {counts[1]:,} lists of spans and {counts[2]:,} "
+            "rows; it must give each text its spans and its row"
+        )
+    for text in rendered.texts:
+        if not isinstance(text, str):
+            raise PluginError(f"{where} gave the text {short(text)}; each text is a string")
+
+
 def check_columns(rendered: Rendered, count: int, where: str) -> None:
     """Make columns arrays; refuse those that are no number or boolean for each of `count` rows."""
     for name, values in rendered.columns.items():

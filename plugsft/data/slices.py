@@ -23,8 +23,15 @@ from ..registry.active import rebuild
 from ..tokens.shards import Examples, write_shard
 from ..tokens.tokenizer import Tokenizer
 from .defaults import DataDefaults
-from .examples import make_examples, trained_mask
-from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
+from .examples import ensure_encoded, make_examples, trained_mask
+from .render import (
+    check_columns,
+    drop_bad_texts,
+    ensure_texts,
+    judge_columns,
+    lead_row,
+    without,
+)
 from .row_names import CURE_LONG, counted, cure_bad, describe_bad_rows
 from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import hold_tokens, read_tokens
@@ -182,6 +189,8 @@ class ShardWriter:
                 tokenizer=self.tokenizer,
                 special_tokens=rendered.special_tokens,
             )
+            where = f"{self.name(part)}: {with_plugins(self.hooks.encode)}"
+            ensure_encoded(encoded, len(rendered.texts), where)
             trained = trained_mask(encoded, rendered)
         shard.mask, shard.unread = rendered.mask, rendered.unread
         shard.engines.update(encoded.engines)
@@ -227,9 +236,11 @@ def render(
             '[data.columns], for instance messages = "dialogue", or instruction = "question" and '
             'output = "answer"; or add a plugin that renders them'
         )
+    where = f"{source}: {with_plugins(hooks.render)}"
+    ensure_texts(rendered, where)
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
-    check_columns(rendered, len(rows), f"{source}: {with_plugins(hooks.render)}")
+    check_columns(rendered, len(rows), where)
     return rendered
 
 

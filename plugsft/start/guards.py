@@ -22,7 +22,7 @@ from ..tokens.shards import offsets_of
 from ..tokens.store import Tokens
 
 Wrapper: TypeAlias = Generator[None, Any, Any]
-LONG = ("order_examples", "plan_batches", "collate")
+LONG = ("add_columns", "order_examples", "plan_batches", "collate")
 """Stages whose guards look at each example."""
 
 
@@ -31,6 +31,19 @@ class Guard:
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
+
+    @hookimpl(wrapper=True)
+    def add_columns(self) -> Wrapper:
+        """Refuse a column that has no value for each example."""
+        tokens: Tokens = yield
+        count = len(tokens.lengths)
+        for name, values in tokens.columns.items():
+            if len(values) != count:
+                raise PluginError(
+                    f"{with_plugins(self._hooks.add_columns)} gave the column '{name}' of length "
+                    f"{len(values):,} for {count:,} examples; it must give one value for each"
+                )
+        return tokens
 
     @hookimpl(wrapper=True)
     def order_examples(self, tokens: Tokens, epoch: int) -> Wrapper:

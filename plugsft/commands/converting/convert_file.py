@@ -85,6 +85,8 @@ def recipe_text(c: Conversion, name: Path) -> str:
         text = tomli_w.dumps({key: table for key, table in tables.items() if table})
     except TypeError as error:
         raise RecipeError(f"{c.path}: a list or table has an empty value; set it") from error
+    key = c.first("deepspeed", "fsdp", "fsdp_config", "dp_shard_size")
+    launched_by = f"      # {key}: {c.shown(key)}" if c.launcher else ""
     lines = [
         POINTER.strip(),
         f"# Converted by plugsft from {printable(c.path.name)}, which is for {c.tool}.",
@@ -92,7 +94,7 @@ def recipe_text(c: Conversion, name: Path) -> str:
         "#",
         f"#   plugsft check {name}",
         f"#   plugsft inspect {name}      # the tokens that are trained",
-        f"#   {launch_line(c, name)}",
+        f"#   {launch_line(c, name)}{launched_by}",
         "",
         *_with_comments(c, text),
     ]

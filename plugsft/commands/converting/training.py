@@ -213,6 +213,8 @@ def set_launcher(c: Conversion) -> None:
         text = json.dumps(c.get("deepspeed"))
         stage = re.search(r'(?:"stage": |z(?:ero)?(?:_?stage)?[-_]?)([0-3])', text)
         c.launcher = "zero3" if stage is None or stage[1] == "3" else ""
+        if not c.launcher:
+            c.leave("deepspeed", "without stage 3 each GPU has the model whole (ddp)")
         if re.search(r'^[^{]*offload|"device": "(cpu|nvme)"', text):
             c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
     elif c.get("fsdp") or c.get("fsdp_config") or c.read("dp_shard_size", 1) > 1:
