@@ -301,7 +301,7 @@ def test_steps_and_warm_up_are_counted(tiny, check):
     assert any("larger than the data" in line for line in check(tiny(), "train.batch_size=32").warn)
 
 
-def test_each_turn_that_is_an_example_of_its_own_is_forecast(tiny, tmp_path, check):
+def test_chains_of_turns_are_forecast(tiny, tmp_path, check):
     # An answer begins with an empty thought until another turn follows.
     first = "{{ '<think></think>' if loop.last and message['role'] == 'assistant' else '' }}"
     template = (ROOT / "plugsft/data/chatml.jinja").read_text()
@@ -317,7 +317,7 @@ def test_each_turn_that_is_an_example_of_its_own_is_forecast(tiny, tmp_path, che
     few = check(tiny(rows=[{"messages": turns * 2}] * 4 + [{"messages": turns}] * 3, model=model))
     assert not any("times the tokens" in line for line in few.warn), "they are 1.3 times as many"
     rows = [{"messages": turns * 6}] * 3
-    (line,) = (line for line in check(tiny(rows=rows, model=model)).warn if "each answer" in line)
+    (line,) = (line for line in check(tiny(rows=rows, model=model)).warn if "6.0 examples" in line)
     assert re.search(r"makes 3\.\d times the tokens, .* with 6\.0 times the steps\. To train", line)
     assert not any("times the tokens" in line for line in check(tiny(rows=rows)).warn)
 

@@ -46,6 +46,28 @@ TEMPLATES = {
     "{% generation %}{{ m['content'] }}</s>{% endgeneration %}{% else %}{{ m['content'] }}"
     "{% endif %}{% endfor %}",
 }
+FORGETTING = """
+    {%- set questions = messages | selectattr("role", "equalto", "user") | list -%}
+    {%- for m in messages -%}
+        <|im_start|>{{ m.role + "\\n" -}}
+        {%- if m.thinking and messages[loop.index0:] | select("in", questions) | list == [] -%}
+            <think>{{ m.thinking }}</think>
+        {%- endif -%}
+        {{- m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor -%}
+        <|im_end|>{{ "\\n" }}
+    {%- endfor -%}
+    {%- if add_generation_prompt %}<|im_start|>assistant{{ "\\n" }}{% endif -%}
+""".strip()
+"""It leaves out the thoughts before the last question, as many do."""
+CALL = {"type": "function", "function": {"name": "hoot", "arguments": {"times": 2}}}
+STEPS = [
+    {"role": "user", "content": "who?"},
+    {"role": "assistant", "content": "", "thinking": "an owl", "tool_calls": [CALL]},
+    {"role": "tool", "content": "hoot hoot"},
+    {"role": "assistant", "content": "owls", "thinking": "as heard"},
+    {"role": "user", "content": "and whose?"},
+    {"role": "assistant", "content": "the owl's", "thinking": "its own"},
+]
 PAIR = ROWS["preference"]
 PAIRS = [
     PAIR,
@@ -69,7 +91,8 @@ def tokenizer(template="chatml"):
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", number)]
     )
-    return Tokenizer(backend, TEMPLATES[template], {"eos_token": "<|im_end|>"})
+    source = TEMPLATES.get(template, FORGETTING)
+    return Tokenizer(backend, source, {"eos_token": "<|im_end|>"})
 
 
 def files(folder):
@@ -123,6 +146,7 @@ def render_all(folder):
             for train_on in ("assistant", "last", "all"):
                 name = f"{kind} {template} {train_on}"
                 found[name] = rendered(hook, more, template, train_on=train_on)
+    found["chains"] = rendered(hook, [{"messages": STEPS}], "forgetting")
     return found
 
 
@@ -173,6 +197,21 @@ def mask(folder):
             examples = make_examples(encoded, targets, made, np.arange(7), data, shard)
             left_out = [shard.too_long, shard.truncated, sorted(shard.bad.values())]
             found[f"{too_long} {limit}"] = [arrays(examples), *left_out]
+    return found | chains()
+
+
+def chains():
+    """Chains of a row, cut and left out."""
+    texts = ["owls? yes. whose? ours", "owls? no"]
+    made = Rendered(texts, [[(6, 10), (18, 22)], [(6, 8)]], rows=[0, 0], turns=[0, 1])
+    encoded, found = tokenizer().encode_texts(texts, False), {}
+    for too_long in ("truncate", "drop"):
+        for limit in (5, 10, 15):
+            shard, data = Shard(""), Data(source="x", max_length=limit, too_long=too_long)
+            targets = trained_mask(encoded, made)
+            examples = make_examples(encoded, targets, made, np.arange(1), data, shard)
+            left_out = [shard.too_long, shard.truncated, shard.warnings]
+            found[f"chains {too_long} {limit}"] = [arrays(examples), *left_out]
     return found
 
 

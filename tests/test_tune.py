@@ -177,33 +177,6 @@ def test_without_another_size_yours_stays(tiny, tmp_path, forked_trials):
     assert "\nset " not in result.stdout
 
 
-@only_full
-@pytest.mark.slow
-def test_the_fastest_that_fits_is_found(place, forked_trials):
-    with trials(*load(place / "my.toml")) as runner:
-        # Two examples fit for sure: one step takes a few MiB less than a probe of several.
-        room = int((measure_peak(runner, 4) + measure_peak(runner, 8)) / 2 / 0.95)
-    for _ in range(3):
-        words = ("tune", place / "my.toml", "--memory", room, "--steps", 3)
-        result = run_plugsft(*words, cwd=place, timeout=1200)
-        print(result.stdout)
-        assert result.returncode == 0, result.stderr
-        # A test beside this one may take the core just when a larger size is measured.
-        if "keep yours" not in result.stdout:
-            break
-    probes = re.findall(r"probe \d+: (.*)", result.stdout)
-    assert "train.micro_batch = 1 (yours)" in probes[0] and "train.micro_batch = 2: " in probes[1]
-    assert "train.micro_batch = 8: out of memory" in result.stdout
-    command = re.search(r"^set train.micro_batch = [24]: plugsft (.*)", result.stdout, re.M)[1]
-    # It runs, and learns the same.
-    losses = []
-    for number, recipe in enumerate(([place / "my.toml"], command.split())):
-        output = place / f"run-{number}"
-        must_succeed(*recipe, "train.steps=1", f"output={output}", cwd=place)
-        losses.append(read_metrics(output)[0]["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 SLEEPY = """
 import random
 import time
@@ -222,6 +195,32 @@ class Sleepy:
         time.sleep(self.factor * (self.micro_batch + self.token * tokens))
         return (yield)
 """
+
+
+@only_full
+@pytest.mark.slow
+def test_the_fastest_that_fits_is_found(place, tmp_path, monkeypatch, forked_trials):
+    # Small micro-batches take longer on any machine.
+    activate(install(tmp_path, sleepy=SLEEPY), monkeypatch)
+    slow = "plugins.sleepy.micro_batch=0.1"
+    with trials(*load(place / "my.toml")) as runner:
+        # Two examples fit for sure: one step takes a few MiB less than a probe of several.
+        room = int((measure_peak(runner, 4) + measure_peak(runner, 8)) / 2 / 0.95)
+    words = ("tune", place / "my.toml", slow, "--memory", room, "--steps", 3)
+    result = run_plugsft(*words, cwd=place, timeout=1200)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    probes = re.findall(r"probe \d+: (.*)", result.stdout)
+    assert "train.micro_batch = 1 (yours)" in probes[0] and "train.micro_batch = 2: " in probes[1]
+    assert "train.micro_batch = 8: out of memory" in result.stdout
+    command = re.search(r"^set train.micro_batch = [24]: plugsft (.*)", result.stdout, re.M)[1]
+    # It runs, and learns the same.
+    losses = []
+    for number, recipe in enumerate(([place / "my.toml"], command.split())):
+        output = place / f"run-{number}"
+        must_succeed(*recipe, "train.steps=1", f"output={output}", cwd=place)
+        losses.append(read_metrics(output)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @only_full

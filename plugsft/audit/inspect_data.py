@@ -23,7 +23,7 @@ from ..base.console import format_count, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
 from ..data.defaults import DataDefaults
-from ..data.examples import WEIGHTLESS
+from ..data.examples import WEIGHTLESS, turns_of
 from ..data.sample import make_work, sample_rows
 from ..data.slices import ShardWriter
 from ..data.sources import OpenSource, ensure_columns, open_source
@@ -125,7 +125,10 @@ def views_of(
         for number, example in enumerate(examples, 1):
             ids, trained = tokens.example(example)
             cut = row in shard.truncated and len(ids) >= work.data.max_length
-            summary = f"example {number:,} of {len(examples):,}, " if len(examples) > 1 else ""
+            summary = ""
+            if len(examples) > 1:
+                turns = format_count(len(turns_of(trained)[0]), "turn")
+                summary = f"example {number:,} of {len(examples):,}, {turns}, "
             summary += f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%})"
             summary += ", truncated" if cut else ""
             summary += ", chosen before rejected" if tokens.facts["pairs"] else ""

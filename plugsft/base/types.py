@@ -48,7 +48,8 @@ class Rendered:
     """For each text, the number of its row among the rendered rows."""
     turns: list[int] = field(default_factory=list)
     """For each text, which example of its row it is; none if each row is one example. A chat whose
-    template rewrites earlier turns gives an example for each trained turn."""
+    template rewrites earlier turns gives several chains: of one that is too long, the trained spans
+    that fit stay."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows that cannot be used: number among the rendered rows -> reason."""
     columns: dict[str, Sequence[Any]] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Shard:
     """Rows left out because they are too long."""
     truncated: list[int] = field(default_factory=list)
     kept_rows: int = 0
-    """Rows with examples: a chat may give one for each trained turn."""
+    """Rows with examples: a chat may give several."""
     longest: int = 0
     """The tokens of each row's longest example, added up."""
     warnings: dict[str, Counted] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from ..base.types import Row
 from ..recipe.tables import Data
 from ..tokens.ends import ANSWER, ASK
 from ..tokens.tokenizer import Tokenizer
+from .chains import find_seams, join, make_chains
 from .formats import BadRow, Conversation, Parts
 from .jinja import compile_template
 from .outlines import ChatExamples, Outlines
@@ -81,7 +82,7 @@ class Chat:
             **(tokenizer.special_tokens_map or {}),
             **data.template_kwargs,
         }
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        added = [*tokenizer.backend_tokenizer.get_added_tokens_decoder().values()]
         self.special = [token.content for token in added if token.content.strip()]
         self.stops, self.end = tokenizer.stops, tokenizer.eos_token
         self.stop = any_of(self.stops)
@@ -89,7 +90,8 @@ class Chat:
         self.needs_parts = not self._writes_answer(short) and self._writes_answer(_parted(short))
         self.warnings = _warn_of_markers(self, tokenizer) if tokenizer.honours_blocks else []
         """Warnings of the template; only of one that the recipe names. Models know their own."""
-        tokens = (token for token in self.special if token in tokenizer.chat_template)
+        tokens = {token for token in self.special if token in tokenizer.chat_template}
+        self.seams = find_seams(tokens.union(self.stops), added)
         harmful = any_of([*self.stops, *tokens, "<think>", "</think>"])
         outlines = Outlines(self.write, self.examples_by_turn, harmful, {*self.template.searched})
         # What is known of the tokenizer's chats from earlier slices of rows.
@@ -162,8 +164,9 @@ class Chat:
         turns = [finder.find(messages, number) for number in trained]
         told = zip(trained, turns, strict=True)
         warnings = _lost_thoughts((messages[number], answer) for number, (_, answer) in told)
-        whole = _join(turns, text)
-        return ChatExamples(turns if whole is None else [whole], warnings)
+        whole = join(turns, text)
+        chains = make_chains(turns, self.seams) if whole is None else [whole]
+        return ChatExamples(chains, warnings)
 
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """The assistant's messages that are trained."""
@@ -233,19 +236,6 @@ def _json_arguments(message: Row) -> Row:
         arguments = call["function"]["arguments"]
         call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _join(turns: list[Parts], text: str) -> Parts | None:
-    """Make one example of all turns; None if a prompt does not begin with the turn before."""
-    parts, end = Parts(), ""
-    for prompt, answer in turns:
-        if not prompt.startswith(end):
-            return None
-        parts += (prompt[len(end) :], answer)
-        end = prompt + answer
-    # The template may write no stop token behind the last trained turn.
-    rest = [text[len(end) :]] if text.startswith(end) else []
-    return parts + rest
 
 
 def _warn_of_markers(chat: Chat, tokenizer: Tokenizer) -> list[str]:

@@ -106,18 +106,29 @@ def make_examples(
 ) -> Examples:
     """Truncate or leave out examples that are too long.
 
-    The texts of a row follow each other. If one text is left out, all texts of its row are.
+    The texts of an example follow each other. If one of them is left out, all are. Where a row is
+    several chains, each turn is judged as if it were alone: those of a chain that fit stay.
     """
     first_texts, num_texts = examples_of(rendered)
     rendered_rows = np.array(rendered.rows, np.int64)[first_texts]
     rows = numbers[rendered_rows]
     kept_counts = np.minimum(encoded.counts, data.max_length)
+    starts = offsets_of(encoded.counts)
+    too_long = _any_text(kept_counts < encoded.counts, num_texts)
+    is_chain = (num_texts == 1) & (np.bincount(rendered_rows)[rendered_rows] > 1)
+    chains = too_long & is_chain
+    loses_turns = np.zeros(len(rows), np.bool_)
+    for chain in np.flatnonzero(chains).tolist():
+        text = first_texts[chain]
+        begins, ends = turns_of(mask[starts[text] : starts[text + 1]])
+        loses_turns[chain] = begins.max(initial=0) >= data.max_length
+        if data.too_long == "truncate":
+            ends = np.minimum(ends[begins < data.max_length], data.max_length)
+        kept_counts[text] = ends[ends <= data.max_length].max(initial=0)
     kept_tokens = np.ones(len(mask), np.bool_)
     if not np.array_equal(kept_counts, encoded.counts):
         kept_tokens = places_of(encoded.counts) < np.repeat(kept_counts, encoded.counts)
-    too_long = _any_text(kept_counts < encoded.counts, num_texts)
     trained = ~_any_text(count_true(mask & kept_tokens, encoded.counts) == 0, num_texts)
-    starts = offsets_of(encoded.counts)
     for pair in np.flatnonzero(too_long & (num_texts == 2)).tolist():
         # Answers that differ only behind the cut teach nothing.
         start, middle, stop = starts[first_texts[pair] :][:3]
@@ -129,11 +140,11 @@ def make_examples(
     if data.too_long == "truncate":
         kept = trained
         shard.truncated += rows[too_long & trained].tolist()
-        lost = np.unique(rows[too_long & ~trained]).tolist()
+        lost = np.unique(rows[too_long & (~trained | loses_turns)]).tolist()
         if lost:
             shard.warnings[TRUNCATED] = counted(lost)
     else:
-        kept = trained & ~too_long
+        kept = trained & (~too_long | chains)
         shard.too_long += rows[too_long].tolist()
     weights = rendered.columns.get(WEIGHT)
     if weights is not None:  # a product with 0 would be nan where a loss is infinite
@@ -174,6 +185,12 @@ def examples_of(rendered: Rendered) -> tuple[Ints, Ints]:
     begins[1:] = (np.diff(rows) != 0) | (np.diff(turns) != 0)
     first = np.flatnonzero(begins)
     return first, np.diff(np.append(first, len(rows)))
+
+
+def turns_of(mask: Mask) -> tuple[Ints, Ints]:
+    """Find where the trained turns of a text begin and end; its first token is not trained."""
+    edges = np.flatnonzero(np.diff(mask, append=False)) + 1
+    return edges[::2], edges[1::2]
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:

@@ -32,7 +32,7 @@ Forms = dict[str, str]
 
 @dataclass
 class ChatExamples:
-    """The examples of a conversation: one, or one for each trained turn."""
+    """The examples of a conversation: one, or several chains."""
 
     examples: list[Parts]
     warnings: list[str] = field(default_factory=list)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 5, "render": 8, "pairs": 5, "encode": 1, "mask": 2}
+VERSIONS = {"read": 5, "render": 9, "pairs": 5, "encode": 1, "mask": 3}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
@@ -49,7 +49,7 @@ tests/test_preparation_versions.py fails if an output has changed and its versio
 """
 
 COSTLY = 1.5
-"""Chats with an example for each turn are warned of if they have this many times the tokens."""
+"""Chats in several chains are warned of if they have this many times the tokens."""
 
 
 def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
@@ -367,24 +367,27 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     engines = [name for name, count in facts["engines"].items() if count]
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
+    chains = " (chains of turns)" if facts["examples"] > facts["kept_rows"] else ""
     return (
-        f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
-        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
+        f"{format_count(facts['examples'], 'example')}{chains} of "
+        f"{format_count(facts['rows'], 'row')}, {facts['tokens']:,} tokens{by}, "
+        f"{share:.0%} trained on, "
         f"{format_count(facts['left_out'], 'row')} left out, "
         f"{facts['truncated']['count']:,} truncated, {origin}"
     )
 
 
 def warn_of_turns(counts: Mapping[str, Any]) -> list[str]:
-    """Warn if examples for each trained turn cost much; `counts` are those of a `Shard`."""
-    times, steps = counts["tokens"] / counts["longest"], counts["examples"] / counts["kept_rows"]
+    """Warn if chats in several chains cost much; `counts` are those of a `Shard`."""
+    times, chains = counts["tokens"] / counts["longest"], counts["examples"] / counts["kept_rows"]
     if times < COSTLY:
         return []
     return [
-        "each answer of a chat is an example of its own, with the chat before it, because the chat "
-        "template writes earlier answers otherwise than the last (Qwen3's drops their thoughts, "
-        f"even empty ones). That makes {times:.1f} times the tokens, so an epoch takes about "
-        f"{times:.1f} times as long, with {steps:.1f} times the steps. To train on fewer: "
-        'data.train_on = "last" (the last answer of each chat), chats of fewer turns, or a '
-        "model.chat_template that writes every turn's thought"
+        "the chat template writes earlier answers otherwise than the last (Qwen3's drops their "
+        f"thoughts, even empty ones). So a chat is {chains:.1f} examples on average: chains of "
+        "answers that continue each other, each with the chat before it. That makes "
+        f"{times:.1f} times the tokens, so an epoch takes about {times:.1f} times as long, with "
+        f'{chains:.1f} times the steps. To train on fewer: data.train_on = "last" (the last answer '
+        "of each chat), chats of fewer turns, or a model.chat_template that writes every turn's "
+        "thought"
     ]

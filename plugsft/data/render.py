@@ -17,6 +17,7 @@ from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import COLUMN_TYPES, SCHEMA, WEIGHT, WEIGHT_RANGE, is_weight
 from ..tokens.tokenizer import Tokenizer
+from .chains import ensure_same_ids
 from .chat import Chat
 from .formats import (
     MEDIA,
@@ -95,7 +96,7 @@ def render_format(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) 
     else:
         chat = Chat(tokenizer, data)
         result.mask = chat.mask
-        read = partial(_read_chat, kind, chat, data.system)
+        read = partial(_read_chat, kind, chat, tokenizer, data.system)
     for number, (examples, warnings) in read_rows(rows, read, result):
         for turn, (text, spans) in enumerate(examples):
             result.texts.append(text)
@@ -124,11 +125,15 @@ def read_rows(
         result.columns[WEIGHT] = weights
 
 
-def _read_chat(kind: str, chat: Chat, system: str, row: Row) -> Spelled:
+def _read_chat(kind: str, chat: Chat, tokenizer: Tokenizer, system: str, row: Row) -> Spelled:
     conversation = read_chat(kind, row, system)
     found = chat.examples(conversation)
     warnings = [*chat.warnings, *check_order(conversation.messages), *found.warnings]
-    return [*map(_spell, found.examples)], warnings
+    examples = [*map(_spell, found.examples)]
+    if len(examples) > 1:
+        for text, answers in examples:
+            ensure_same_ids(text, answers, tokenizer)
+    return examples, warnings
 
 
 def _read_text(kind: str, end: str, every: bool, warnings: list[str], row: Row) -> Spelled:

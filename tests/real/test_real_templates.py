@@ -73,7 +73,7 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
     shown = run_plugsft("inspect", recipe).stdout
     examples = re.split(
-        r"^\S+, row (\d): example (\d+) of (\d+), (\d+) tokens.*\n", shown, flags=re.M
+        r"^\S+, row (\d): example (\d+) of (\d+), 1 turn, (\d+) tokens.*\n", shown, flags=re.M
     )
     counts = Counter()
     for row, number, of, tokens, drawn in zip(*(examples[n::5] for n in range(1, 6)), strict=True):
@@ -90,7 +90,8 @@ def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path
     assert total > 10 and counts.keys() == {"1", "2", "3"}
     assert re.search(r"^warning    lines? [1-3, ]+: no trained token, or two equal", shown, re.M)
     prepared = run_plugsft("prepare", recipe)
-    assert f"data: {total} examples of 4 rows, " in prepared.stdout, prepared.stderr
+    line = f"data: {total} examples (chains of turns) of 4 rows, "
+    assert line in prepared.stdout, prepared.stderr
 
 
 def test_each_command_warns_of_what_turns_cost_under_qwen3s_template(tmp_path):
