@@ -234,8 +234,8 @@ def sees(family: str) -> bool:
     )
 
 
-def tiny_config(family: str) -> PretrainedConfig:
-    """Return a tiny configuration of a family."""
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """Return a tiny configuration of a family, with changes."""
     config_class = CONFIG_MAPPING[family]
     table = config_class().to_dict()
     for part in config_class.sub_configs:
@@ -247,7 +247,7 @@ def tiny_config(family: str) -> PretrainedConfig:
     marks = [name for name in table if re.search(r"(?<!bos_|eos_|pad_)token_(id|index)$", name)]
     if sees(family):
         table |= {name: VOCABULARY - 1 - number for number, name in enumerate(marks)}
-    return config_class.from_dict(merge(table, SETTINGS.get(family, {})))
+    return config_class.from_dict(merge(table, SETTINGS.get(family, {})) | changes)
 
 
 def build(family: str, text_only: bool = False) -> Any:
@@ -279,6 +279,7 @@ LONGROPE = {
 # The sizes that every family calls so.
 TOY = {"vocab_size": 97, "hidden_size": 32}
 TIED = SMALL | {"tie_word_embeddings": True}
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
 # Decoders whose packed rows are computed as their documents alone.
 PACKABLE = {
     "llama": LlamaConfig(**TIED),
@@ -297,6 +298,8 @@ PACKABLE = {
         no_rope_layers=[1, 0],
         attn_temperature_tuning=False,
     ),
+    # A sink for each head, also in layers with windows; in the last family, in some layers only.
+    **{name: tiny_config(name, **TOY, sliding_window=6) for name in SINKS},
 }
 
 

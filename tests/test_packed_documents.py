@@ -5,10 +5,9 @@ import pytest
 import torch
 from families import PACKABLE, make_packable
 
-from plugsft import PluginError, RecipeError
+from plugsft import PluginError
 from plugsft.base.types import Shard
 from plugsft.batches.labels import IGNORED
-from plugsft.plugins.bfd_packing.attention import attend
 from plugsft.plugins.bfd_packing.documents import documents_of, pack
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
@@ -59,8 +58,9 @@ def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
     for logits in (ours, theirs):
         (logits * weights).sum().backward()
     expected = gradients(plain)
+    # Rounding: of models with sinks 1.8e-5, and 1e-7 in float64.
     for key, gradient in gradients(shared).items():
-        assert (gradient - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), key
+        assert (gradient - expected[key]).abs().max() <= 3e-5 * expected[key].abs().max(), key
 
 
 def test_padded_rows_and_caches_are_refused_by_name():
@@ -71,11 +71,6 @@ def test_padded_rows_and_caches_are_refused_by_name():
     ids = torch.arange(5)[None]
     one = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(one, alone(input_ids=ids, use_cache=False).logits, atol=1e-5)
-
-
-def test_sinks_are_refused():
-    with pytest.raises(RecipeError, match="sinks"):
-        attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 2, 4), None, s_aux=torch.zeros(1))
 
 
 @pytest.fixture

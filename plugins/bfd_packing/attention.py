@@ -43,12 +43,7 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document of a row."""
-    if s_aux is not None:
-        raise RecipeError(
-            "this model's attention has sinks, which attention per document cannot compute; "
-            "remove the plugin that packs rows"
-        )
+    """Attend within each document of a row. `s_aux`: the scores of sinks, one a head."""
     # transformers makes no mask for this attention: any mask comes from the model's own code.
     for name, argument in {"attention_mask": attention_mask, **others}.items():
         if isinstance(argument, Tensor) and name not in IGNORABLE:
@@ -66,7 +61,7 @@ def attend(
     if seen is not None:
         keys, values = (_prepend_prompts(tensors, seen) for tensors in (keys, values))
     outputs = [
-        _attend_document(q, k, v, scaling, dropout, limits, softcap)
+        _attend_document(q, k, v, scaling, dropout, limits, softcap, s_aux)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
@@ -126,12 +121,15 @@ def _attend_document(
     dropout: float,
     limits: Limits,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     length, num_keys = query.shape[2], key.shape[2]
     unlimited = all(limit is None or num_keys <= limit for limit in limits)
-    causal = unlimited and softcap is None and length == num_keys
+    causal = unlimited and softcap is None and sinks is None and length == num_keys
     mask = None if causal else limits.mask(length, num_keys, query.device)
+    if sinks is not None and mask is not None:
+        key, value, mask = _with_sinks(key, value, mask, sinks.to(query.dtype))
     if softcap is None or mask is None:
         return scaled_dot_product_attention(
             query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped
@@ -143,3 +141,15 @@ def _attend_document(
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, float("-inf"))
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     return torch.dropout(weights, dropout, train=dropout > 0) @ value
+
+
+def _with_sinks(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """Add the sink: a key that every token sees, with a score of its own, and no value.
+
+    The key is zeros, so its score is what the mask adds to it.
+    """
+    scores = torch.zeros_like(mask, dtype=sinks.dtype).masked_fill(~mask, float("-inf"))
+    shape = (1, len(sinks), len(mask), 1)
+    columns = [scores.expand(*shape[:3], -1), sinks.view(1, -1, 1, 1).expand(shape)]
+    key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+    return key, value, torch.cat(columns, 3)
