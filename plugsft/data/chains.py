@@ -16,7 +16,7 @@ from ..tokens.tokenizer import Tokenizer
 from .formats import Parts
 
 COMPARED = 256
-"""Of so many chains, one is encoded turn by turn as well, and compared."""
+"""One chain in so many is encoded once more, turn by turn, and the two are compared."""
 
 
 def join(turns: list[Parts], text: str) -> Parts | None:

@@ -21,7 +21,7 @@ WEIGHTLESS = "weight 0; left out"
 
 
 def ensure_encoded(encoded: Encoded, texts: int, where: str) -> None:
-    """Refuse tokens that are no integers, or not those of so many texts."""
+    """Refuse tokens that are no integers, or whose counts do not fit the number of texts."""
     arrays = [*map(np.asarray, (encoded.ids, encoded.counts, encoded.ends))]
     ids, counts, ends = map(len, arrays)
     if any(array.size and array.dtype.kind not in "iu" for array in arrays):
