@@ -8,8 +8,14 @@ import sys
 import datasets
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import chats, only_full, tiny_tables, write_jsonl, write_recipe
+from served import ASK, CHATS, WEATHER, answer
+
+from plugsft.base.errors import DataError
+from plugsft.data.sources import open_source
+from plugsft.recipe.tables import Source
 
 API = "import sys, plugsft.api as api; api.prepare(sys.argv[1]); api.inspect(sys.argv[1])"
 COMMANDS = {
@@ -31,10 +37,17 @@ SEEN = {
 }
 
 
-def write(folder, kind):
+CALLS = [
+    {"messages": turns, "tools": [{"type": "function", "function": WEATHER}], "id": number}
+    for number, turns in enumerate((*CHATS.values(), [ASK, answer("[1, null]"), {"role": "user"}]))
+]
+"""Turns of different shape: some call tools, and one is wrong."""
+
+
+def write(folder, kind, rows=None):
     """Write the same rows as a file or a folder of a kind."""
-    rows, path = [{"messages": row["messages"]} for row in chats(12)], folder / kind
-    data = datasets.Dataset.from_list(rows)
+    rows = rows or [{"messages": row["messages"]} for row in chats(12)]
+    path, data = folder / kind, datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     if kind.endswith(".jsonl"):
         write_jsonl(path, rows)
     elif kind.endswith(".json"):
@@ -53,7 +66,7 @@ def write(folder, kind):
     else:
         path.mkdir()
         ending = kind.rpartition(" ")[2]
-        write(path, f"train.{ending}")
+        write(path, f"train.{ending}", rows)
     return path
 
 
@@ -76,3 +89,24 @@ def test_a_command_reads_a_kind_of_file_in_a_fresh_process(tmp_path, command, ki
     result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "rows.csv"])
+def test_chats_with_calls_of_tools_are_the_same_in_each_kind(tmp_path, monkeypatch, kind):
+    """`datasets` keeps turns of different shape as texts of JSON."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = open_source(Source(source=str(write(tmp_path, kind, CALLS))))
+    assert rows.read(0, len(rows)) == CALLS
+    assert rows.part(3, 5).read(0, 2) == CALLS[3:5]
+
+
+def test_a_text_of_json_that_is_damaged_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kind = pa.list_(pa.json_())
+    damaged = pa.array([['{"role":'], ["[" * 10_000]], pa.list_(pa.string())).cast(kind)
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"messages": damaged}), file)
+    rows = open_source(Source(source=str(file)))
+    for row in range(2):
+        with pytest.raises(DataError, match=r"its rows are damaged .*; write it"):
+            rows.read(row, row + 1)

@@ -189,7 +189,7 @@ def test_a_base_that_is_damaged_meanwhile_costs_no_training(tmp_path, monkeypatc
     recipe = recipe_of(tmp_path, base, {"moves": {"base": str(base), "damage": True}})
     result, run = run_plugsft(recipe, "checkpoint.every=0"), tmp_path / "run"
     assert result.returncode != 0 and str(base) in result.stderr, result.stderr
-    assert checkpoint(run, 2).is_dir() and not (run / "model").exists()
+    assert checkpoint(run, 2).is_dir() and not (run / "model").exists(), result.stderr
     kept.rename(base)
     must_succeed("export", run, "--to", tmp_path / "finished")
     ensure_whole(tmp_path / "finished", base, "gemma3")

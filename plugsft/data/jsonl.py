@@ -130,16 +130,6 @@ def find_lines(path: Path) -> JsonLines:
     return JsonLines(path, np.array([*offsets, position], np.int64))
 
 
-def without_none(value: Any) -> Any:
-    """Drop the fields that Arrow filled in with None."""
-    if isinstance(value, dict):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    # All values of a list of Arrow are of one type; one of ids may have thousands.
-    if isinstance(value, list) and isinstance(next(filter(None, value), None), dict | list):
-        return [without_none(inner) for inner in value]
-    return value
-
-
 def _parse(text: bytes) -> Row | str:
     """Parse the JSON of a row; return the reason if it is not that of an object."""
     if b"\0" in text:  # UTF-16, whose first line the parser would read

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 5, "render": 9, "pairs": 5, "encode": 1, "mask": 3}
+VERSIONS = {"read": 6, "render": 9, "pairs": 5, "encode": 1, "mask": 3}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.

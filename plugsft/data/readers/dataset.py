@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from pandas.errors import ParserWarning
 
 from ...base.console import say
 from ...base.errors import DataError, reason_of
-from ...base.limits import path_inside, read_json_object
+from ...base.limits import parse_json, path_inside, read_json_object
 from ...base.types import Ints, Range, Row
 from ...recipe.tables import DATA_FILES
-from ..jsonl import without_none
 
 NUMBER = r"^(-?(0|[1-9]\d{0,17})(\.\d{1,17})?([eE][+-]?\d{1,3})?|[Tt]rue|[Ff]alse|TRUE|FALSE)?$"
 """What a column of numbers, or of truth values, holds in a csv."""
@@ -43,7 +42,11 @@ class DatasetRows:
     def read(self, start: int, stop: int) -> list[Row | str]:
         """Read rows; a field that Arrow filled in with None counts as missing."""
         table = self._valid(self._data.with_format("arrow")[start:stop], True)
-        rows = [without_none(row) for row in table.to_pylist()]
+        clean = cleaned(pa.struct([*table.schema]))
+        try:
+            rows = [*map(clean, table.to_pylist())]
+        except ValueError as error:
+            raise self._damaged(error) from error
         for row in rows if self._numbers else ():
             row |= {name: json.loads(row[name].lower()) for name in self._numbers if name in row}
         return rows
@@ -63,11 +66,36 @@ class DatasetRows:
         try:
             table.validate(full=full)
         except pa.ArrowException as error:
-            files = ", ".join(file["filename"] for file in self._data.cache_files)
-            raise DataError(
-                f"{files}: its rows are damaged ({reason_of(error)}); write it again"
-            ) from error
+            raise self._damaged(error) from error
         return table
+
+    def _damaged(self, error: Exception) -> DataError:
+        files = ", ".join(file["filename"] for file in self._data.cache_files)
+        return DataError(f"{files}: its rows are damaged ({reason_of(error)}); write it again")
+
+
+def cleaned(kind: pa.DataType) -> Callable[[Any], Any]:
+    """Make what drops the fields that Arrow filled in with None, and parses texts of JSON.
+
+    `datasets` writes values that differ in shape as such texts: turns, if some call tools.
+    """
+    if isinstance(kind, pa.JsonType):
+        return parse_json
+    if pa.types.is_struct(kind):
+        fields = {field.name: cleaned(field.type) for field in kind}
+        return lambda value: {
+            name: fields[name](inner) for name, inner in value.items() if inner is not None
+        }
+    # A list of ids may have thousands.
+    clean = cleaned(kind.value_type) if hasattr(kind, "value_type") else as_it_is
+    if clean is as_it_is:
+        return as_it_is
+    return lambda values: [value if value is None else clean(value) for value in values]
+
+
+def as_it_is(value: Any) -> Any:
+    """Return a value."""
+    return value
 
 
 def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetRows]:
