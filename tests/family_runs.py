@@ -100,6 +100,8 @@ Each that is not refused was trained for two steps in float32 on a CPU, in real 
   does, and what is not the language model has the bytes of the base's files.
 - ends: plain `generate` stops at the chat template's end of a turn.
 - packed, fused: loss and gradient norm are those of the plain run, or the run is refused before.
+  Which families are faster on padded rows by length, without kernels, is
+  [measured](benchmarks.md#models-with-states).
 - lora: adapters are trained, saved, and read back by transformers and peft. With a star,
   `AutoModelForMultimodalLM` loads the model that they belong to.
 """

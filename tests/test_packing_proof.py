@@ -63,6 +63,7 @@ PASS = {
     "mixtral": MixtralConfig(),
     "qwen3_moe": Qwen3MoeConfig(),
     "llama4, chunks": Llama4TextConfig(attn_temperature_tuning=False),
+    "lfm2": Lfm2Config(num_hidden_layers=4, layer_types=CONV),
 }
 HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 REFUSE = {
@@ -70,7 +71,6 @@ REFUSE = {
     "xglm": (XGLMConfig(), OWN_CODE),
     "mpt": (MptConfig(), OWN_CODE),
     "gptj": (GPTJConfig(), OWN_CODE),
-    "lfm2": (Lfm2Config(num_hidden_layers=4, layer_types=CONV), "leaks across documents"),
     "falcon_mamba": (FalconMambaConfig(), "leaks across documents"),
     # Their layers do not tell attention where documents end.
     "nemotron": (NemotronConfig(num_hidden_layers=2, **HEADS), "leaks across documents"),
@@ -192,8 +192,6 @@ def test_layers_leave_the_random_numbers_of_the_run_alone():
 
 
 LEAKING = {
-    "lfm2": Lfm2Config(**TOY, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                       num_key_value_heads=2, layer_types=CONV),
     "bloom": BloomConfig(**TOY, n_layer=2, n_head=4),
     "xglm": XGLMConfig(vocab_size=97, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4),
     "mamba": MambaConfig(**TOY, num_hidden_layers=2, state_size=4),

@@ -77,5 +77,12 @@ class Packer:
     def ready(self, run: Run) -> None:
         """Report the proofs."""
         if self.proof:
+            from .mixers import APART
+
             run.facts["packed_rows"] = self.proof
-            say("packing checked: no document sees another")
+            kinds = {type(module) for module in run.module.modules()} & APART.keys()
+            apart = ""
+            if kinds:
+                run.facts["computed_apart"] = names = sorted(kind.__name__ for kind in kinds)
+                apart = f"; each is computed alone by {', '.join(names)}"
+            say(f"packing checked: no document sees another{apart}")

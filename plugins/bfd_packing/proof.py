@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from plugsft import Capability, Ints, PluginError, RecipeError, reason_of
 from .attention import ATTENTION, attend_per_document
 from .documents import documents_of
 from .layers import ROWS, build_layers, nested_configs
+from .mixers import find_mixers
 from .packer import Longest
 
 LIMIT_NAMES = re.compile(
@@ -121,6 +123,7 @@ def probe_layers(causal: Any, longest: Longest) -> Probe:
         layers.set_attn_implementation(attend_per_document())
         if layers.config.get_text_config()._attn_implementation != ATTENTION:
             return Probe(OWN_CODE)
+        find_mixers(layers, partial(_change_first, layers, texts, vocabulary), LONG[0])
         try:
             packed, change = _change_first(layers, texts, vocabulary)
         except (PluginError, RecipeError) as error:

@@ -85,7 +85,7 @@ class Tuning:
                 "examples of other steps, so another value would affect results; choose it by hand"
             )
         self._probes: dict[int, Probes] = {}
-        self._count = 0
+        self._count, self._apart = 0, list[str]()
 
     @property
     def _allowed(self) -> int:
@@ -153,6 +153,7 @@ class Tuning:
         probes = self._probes.setdefault(size, Probes(size))
         peak = max((rank.get("device") or rank["host"] for rank in trial.ranks), default=0)
         probes.peak = max(probes.peak, peak)
+        self._apart = trial.run.get("computed_apart", self._apart)
         if not trial.error:
             speed = statistics.median(trial.of("tokens_per_second", WARMUP))
             probes.speeds.append(speed)
@@ -207,6 +208,12 @@ class Tuning:
         for probes in self._probes.values():
             if probes.error:
                 lines.append(f"{self.key} = {probes.size}: {probes.error}")
+        if self._packing and self._apart:
+            lines.append(
+                f"{', '.join(self._apart)} computes each document of a row alone: without a "
+                f"kernel, {Capability.bundled('sorted_lengths').table} in place of "
+                f"{self._packing.table} may be faster; tune it, too"
+            )
         lines.append(
             f"{format_count(self._count, 'probe')} of {format_count(self._steps, 'step')}, in "
             f"{format_size(self._limit)} a rank less {MARGIN:.0%}"

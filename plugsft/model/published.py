@@ -72,8 +72,6 @@ def take_out(model: Any, attention: str | None = None) -> Any:
             setattr(module, name, None)
             taken.append(f"{path}.{name}" if path else name)
     model.taken_out = taken
-    left = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = {*model._no_split_modules} & left
     if attention:
         model.set_attn_implementation(attention)
     return model

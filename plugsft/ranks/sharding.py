@@ -115,6 +115,9 @@ def _choose_buckets(model: DistributedDataParallel) -> None:
 def _shard_by_rows(accelerator: Accelerator, load: ModelLoad, model: Any) -> None:
     """Shard a model by FSDP2; read this rank's rows of the weights that are not loaded yet."""
     names = load.names_in_files(model)
+    # accelerate wants to find each of them; a class for text also names layers of eyes.
+    present_kinds = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = {*(model._no_split_modules or ())} & present_kinds
     fsdp2_prepare_model(accelerator, model)
     if hasattr(model, "generate"):  # adapters' goes to the model inside, past the forward's hooks
         register_fsdp_forward_method(model, "generate")
