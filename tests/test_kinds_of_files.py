@@ -110,3 +110,15 @@ def test_a_text_of_json_that_is_damaged_is_refused(tmp_path, monkeypatch):
     for row in range(2):
         with pytest.raises(DataError, match=r"its rows are damaged .*; write it"):
             rows.read(row, row + 1)
+
+
+@pytest.mark.parametrize("files", ["a.jsonl b.parquet", "train.jsonl more.jsonl", "a.csv b.csv"])
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, monkeypatch, capsys, files):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    for name in files.split():
+        write(tmp_path / "data", name)
+    assert len(open_source(Source(source=str(tmp_path / "data"))))
+    found = capsys.readouterr().out
+    unread = {"a.jsonl b.parquet": "a.jsonl", "train.jsonl more.jsonl": "more.jsonl"}.get(files)
+    assert (f"not read: {unread}. Of a folder" in found) if unread else "not read" not in found

@@ -18,10 +18,14 @@ from plugsft import Ints
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "keys")
 """What tells of a row's documents; a document alone has none."""
+OF_ROWS = ("attention_mask", "past_key_values", "cache_params")
+"""A mask of the whole row, and the memory that generating fills."""
 MIXES = 3e-4
 """A change of other documents that is no rounding, relative to the changed one's."""
 FILLED = 2 / 3
 """Least share of a padded batch that is no padding."""
+FIXED = 4
+"""Batches of each row with ZeRO-3."""
 
 APART: dict[type[Any], Callable[..., Any]] = {}
 """Classes of modules that compute documents apart, with their own forward."""
@@ -50,8 +54,8 @@ def see_documents(kind: type[Any]) -> None:
         if documents is None:
             return whole(*inputs, **options)
         # ZeRO-3 gathers weights at each call, so all ranks make as many.
-        share = 0.0 if any(hasattr(weight, "ds_id") for weight in module.parameters()) else FILLED
-        return compute_apart(whole, inputs, options, tuple(documents), share)
+        fixed = FIXED if any(hasattr(weight, "ds_id") for weight in module.parameters()) else 0
+        return compute_apart(whole, inputs, options, tuple(documents), fixed)
 
     # The number of batches and their shapes differ in each row.
     kind.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
@@ -63,17 +67,16 @@ def compute_apart(
     inputs: tuple[Any, ...],
     options: dict[str, Any],
     documents: tuple[int, ...],
-    share: float = FILLED,
+    fixed: int = 0,
 ) -> Any:
     """Compute what a module gives for padded batches of documents; return a row again.
 
-    `share`: least share of a batch that is no padding.
+    `fixed`: the number of batches, if all rows have as many.
     """
     total = sum(documents)
     options = {name: value for name, value in options.items() if name not in BOUNDARIES}
+    options |= dict.fromkeys({*OF_ROWS} & {*options})
     seen = options.pop("seen", None)
-    if "attention_mask" in options:
-        options["attention_mask"] = None  # it is that of the row
 
     def is_row(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, total)
@@ -84,7 +87,7 @@ def compute_apart(
         return value[0][source] if is_row(value) else value
 
     rows = (value for value in (*inputs, *options.values()) if is_row(value))
-    batches = batches_of(documents, seen, share, next(rows).device)
+    batches = batches_of(documents, seen, fixed, next(rows).device)
     outputs = [
         whole(*take(inputs, source), **{name: take(it, source) for name, it in options.items()})
         for source in batches.sources
@@ -101,8 +104,9 @@ def compute_apart(
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # training uses them again
 def batches_of(
-    documents: tuple[int, ...], seen: tuple[int, ...] | None, share: float, device: torch.device
+    documents: tuple[int, ...], seen: tuple[int, ...] | None, fixed: int, device: torch.device
 ) -> Batches:
     """Lay out documents of like length as padded batches; each begins with the tokens it sees."""
     lengths = np.array(documents)
@@ -110,19 +114,30 @@ def batches_of(
     starts = np.cumsum(lengths) - lengths
     previous = np.append(0, starts[:-1])
     places, sources, used = np.zeros(lengths.sum(), np.int64), list[Ints](), 0
-    for group in like_lengths(prompts + lengths, share):
-        width = int((prompts + lengths)[group].max(initial=0))
-        source = np.zeros((len(group), width), np.int64)
+    for group in grouped(prompts + lengths, fixed):
+        columns = np.arange((prompts + lengths)[group].max())
+        prompt, before, start = (each[group, None] for each in (prompts, previous, starts))
+        # Behind a document come the row's next tokens, which it does not see.
+        source = np.where(columns < prompt, before + columns, start + columns - prompt)
+        sources.append(source.clip(max=len(places) - 1))
         for row, number in enumerate(group):
-            prompt, start, length = prompts[number], starts[number], lengths[number]
-            source[row, :prompt] = previous[number] + np.arange(prompt)
-            source[row, prompt : prompt + length] = start + np.arange(length)
-            first = used + row * width + prompt
-            places[start : start + length] = np.arange(first, first + length)
+            first, length = used + row * len(columns) + prompts[number], lengths[number]
+            places[starts[number] :][:length] = np.arange(first, first + length)
         used += source.size
-        sources.append(source)
-    tensors = [torch.from_numpy(each).to(device) for each in (*sources, places)]
-    return Batches(tensors[:-1], tensors[-1])
+    # A copy that waits would wait for all that the device has to do.
+    host = [torch.from_numpy(each) for each in (*sources, places)]
+    *moved, last = (tensor.to(device, non_blocking=True) for tensor in host)
+    return Batches(moved, last)
+
+
+def grouped(lengths: Ints, fixed: int) -> list[list[int]]:
+    """Group documents of like lengths; `fixed`: in so many groups, with more padding if need be."""
+    groups, share = like_lengths(lengths, FILLED), FILLED
+    while fixed and len(groups) > fixed:
+        share *= FILLED
+        groups = like_lengths(lengths, share)
+    # The shortest document is computed again: all ranks make as many calls, also backwards.
+    return groups + [groups[-1][-1:]] * (fixed - len(groups))
 
 
 def like_lengths(lengths: Ints, share: float) -> list[list[int]]:

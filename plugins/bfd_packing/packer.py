@@ -6,6 +6,7 @@ Like a plugin's class it imports torch in its hooks only, so that a recipe is re
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plugsft import ModelLoad, Recipe, Run, RunModel, hookimpl, say
@@ -55,7 +56,9 @@ class Packer:
         load.kwargs.setdefault("attn_implementation", attend_per_document(self.compiled))
         with naming_own_attention(self.packing):
             model = yield
-        self.limits_proof = prove_on_layers(model, self.longest, self.packing)
+        prove = partial(prove_on_layers, longest=self.longest, packing=self.packing)
+        self.limits_proof = prove(model)
+        load.proofs.append(prove)
         return model
 
     @hookimpl(wrapper=True)

@@ -74,7 +74,10 @@ def unwrap(model: Any) -> Any:
 def unpack(packing: Capability) -> str:
     """Return the cure: to train on separate rows."""
     sort = Capability.bundled("sorted_lengths").table
-    return f"remove {packing.table}; {sort} lowers the padding of separate rows"
+    return (
+        f"remove {packing.table}, and raise train.micro_batch as far as memory allows; {sort} then "
+        "lowers the padding"
+    )
 
 
 class Probe(NamedTuple):

@@ -57,6 +57,8 @@ class ModelLoad:
     """The ids of tokens that the recipe adds; the embeddings get a row for each."""
     text_only: bool = False
     """Whether a model that sees is loaded as transformers' class for text."""
+    proofs: list[Callable[[Any], object]] = field(default_factory=list, init=False)
+    """What plugins prove of each model that is loaded with these settings, frozen ones too."""
     files: WeightFiles = field(default_factory=WeightFiles, init=False)
     """The files of weights that are not loaded yet."""
     kept: KeptTensors = field(default_factory=KeptTensors, init=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..base.checksums import digest
-from ..base.errors import PluginError
+from ..base.errors import PluginError, RecipeError
 from ..base.types import Ints
 from ..hooks import Purpose, Run, with_plugins
 from ..model.generate import Speaker, attention_with_cache
@@ -92,7 +92,13 @@ class RunModel:
         with together(f"loading {path or 'the initial model'}"):
             load = ModelLoad(path or self.load.path, kwargs, is_sharded(self._accelerator))
             load.new_tokens = self.load.new_tokens
-            return shard_frozen_model(self._accelerator, load, load.load_model())
+            model = load.load_model()
+            try:
+                for prove in self.load.proofs if path else ():
+                    prove(model)
+            except RecipeError as error:
+                raise RecipeError(f"{path}: {error}") from error
+            return shard_frozen_model(self._accelerator, load, model)
 
     def weights_digest(self, path: str = "") -> str:
         """Return a checksum of the weights that `load_frozen` loads; a collective."""

@@ -306,7 +306,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
             steps.throw(error)
         steps.send(model)
     assert "computes attention in its own code, which ignores" in str(refused.value)
-    assert "[plugins.length_group] lowers the padding" in str(refused.value)
+    assert "[plugins.length_group] then lowers the padding" in str(refused.value)
     assert "plugsft_documents" not in str(refused.value)
 
 

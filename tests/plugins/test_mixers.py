@@ -12,6 +12,7 @@ from conftest import (
     must_succeed,
     only_full,
     run_launch,
+    run_plugsft,
     tiny_tables,
     write_recipe,
 )
@@ -30,6 +31,7 @@ from plugsft.plugins.bfd_packing.documents import documents_of
 from plugsft.plugins.bfd_packing.mixers import (
     APART,
     FILLED,
+    FIXED,
     batches_of,
     compute_apart,
     like_lengths,
@@ -172,8 +174,9 @@ def test_less_than_a_third_of_each_batch_is_padding(lengths):
         assert 3 * lengths[group].sum() >= 2 * len(group) * lengths[group].max()
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12))
-def test_each_document_begins_with_what_it_sees_of_the_one_before(documents):
+@pytest.mark.parametrize("fixed", [0, FIXED])
+@given(documents=st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=12))
+def test_each_document_begins_with_what_it_sees_of_the_one_before(documents, fixed):
     """And a row comes back as it was, in its own order."""
     lengths = [length for length, _ in documents]
     seen = [0] * len(lengths)
@@ -181,8 +184,9 @@ def test_each_document_begins_with_what_it_sees_of_the_one_before(documents):
         if documents[number][1] and not seen[number - 1]:
             seen[number] = min(3, lengths[number - 1])
     row = torch.arange(sum(lengths))
-    sources, _ = batches_of(tuple(lengths), tuple(seen), FILLED, row.device)
+    sources, _ = batches_of(tuple(lengths), tuple(seen), fixed, row.device)
     starts = np.cumsum(lengths) - lengths
+    assert len(sources) == fixed or not fixed
     expected = set()
     for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         before = row[starts[number - 1] :][: seen[number]] if seen[number] else row[:0]
@@ -192,7 +196,7 @@ def test_each_document_begins_with_what_it_sees_of_the_one_before(documents):
         assert any(one[: len(document)] == document for one in whole)
     values = row[None, :, None]
     options = {"seen": tuple(seen)}
-    same = compute_apart(lambda it: (it, "state"), (values,), options, tuple(lengths))
+    same = compute_apart(lambda it: (it, "state"), (values,), options, tuple(lengths), fixed)
     assert torch.equal(same[0], values) and same[1] == "state"
 
 
@@ -264,6 +268,21 @@ def test_with_other_plugins_it_learns_what_padded_rows_do(recipe_of, tmp_path, f
     must_succeed(recipe, *without, f"output={tmp_path / 'padded'}")
     must_succeed(recipe, *words, f"output={tmp_path / 'packed'}")
     assert curve(tmp_path / "packed") == pytest.approx(curve(tmp_path / "padded"), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "stablelm"])
+def test_a_reference_of_another_family_is_proved_too(recipe_of, tmp_path, family):
+    """Nothing of the policy's family says how the reference computes packed rows."""
+    reference = recipe_of(family).with_suffix("")
+    recipe = recipe_of("llama", rows=PAIRS, dpo={})
+    words = (recipe, f"plugins.dpo.reference={reference}")
+    must_succeed(*words, f"output={tmp_path / 'padded'}")
+    packed = run_plugsft(*words, *PACKED, f"output={tmp_path / 'packed'}")
+    if family == "stablelm":
+        assert packed.returncode == 2
+        assert f"{reference}: this model cannot be trained on packed rows" in packed.stderr
+    else:
+        assert curve(tmp_path / "packed") == pytest.approx(curve(tmp_path / "padded"), rel=1e-5)
 
 
 @pytest.mark.slow

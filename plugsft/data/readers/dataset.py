@@ -104,7 +104,7 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
     path = Path(name)
     ensure_inside(path, where)
-    is_csv = reader == "csv" or {*suffixes(path)} == {".csv"}
+    is_csv = reader == "csv" or {file.suffix for file in data_files(path)} == {".csv"}
     options: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():
@@ -119,6 +119,7 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
                 # A subset: "owner/name:subset".
                 repository, _, subset = (name, "", "") if path.exists() else name.partition(":")
                 loaded = datasets.load_dataset(repository, subset or None, **options)
+                warn_of_unread(path, where)
     except Exception as error:  # datasets and its readers raise nearly every type
         cause = error.__cause__ or error  # datasets wraps those of its readers
         first_line = str(cause).strip().replace("\nPlease", " Please").partition("\n")[0]
@@ -161,11 +162,27 @@ def columns_of_numbers(data: Any) -> list[str]:
     ]
 
 
-def suffixes(folder: Path) -> Iterator[str]:
-    """Yield the endings of the data files in a folder."""
-    for file in folder.rglob("*") if folder.is_dir() else ():
+def warn_of_unread(folder: Path, where: str) -> None:
+    """Name the data files of a folder that `datasets` leaves out, unless its README.md does."""
+    card = folder / "README.md"
+    if not folder.is_dir() or (card.is_file() and "configs" in (metadata_load(card) or {})):
+        return
+    read = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+    names = {str(name) for files in read.values() for name in files}
+    unread = [file for file in data_files(folder) if not names & {str(file), str(file.resolve())}]
+    if unread:
+        say(
+            f"warning: {where}: not read: {', '.join(file.name for file in unread)}. Of a folder, "
+            "`datasets` reads files of one kind, and only those with train or test in their names, "
+            "if there are any; name the others as sources of their own"
+        )
+
+
+def data_files(folder: Path) -> Iterator[Path]:
+    """Yield the data files in a folder."""
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if file.suffix in DATA_FILES and file.name not in ("state.json", "dataset_info.json"):
-            yield file.suffix
+            yield file
 
 
 def ensure_inside(folder: Path, where: str) -> None:
