@@ -31,6 +31,7 @@ from transformers import (
     StableLmConfig,
     XGLMConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from plugsft import Capability, RecipeError
 from plugsft.plugins.bfd_packing.attention import ATTENTION, attend, attend_per_document
@@ -110,6 +111,17 @@ def test_layers_that_keep_documents_apart_pass(name):
 def test_layers_that_reach_across_documents_are_found(name):
     config, says = REFUSE[name]
     assert says in probe_layers(Outside(config), LONGEST).problem
+
+
+def test_a_leak_that_only_training_has_is_found(monkeypatch):
+    plain = LlamaMLP.forward
+
+    def forward(module, hidden):
+        before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+        return plain(module, hidden) + module.training * before
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert "leaks across documents" in probe_layers(Outside(LlamaConfig()), LONGEST).problem
 
 
 KINDS = {

@@ -1,4 +1,4 @@
-"""One layer of each kind of a model, as its own code computes it, in float32 on the CPU.
+"""One layer of each kind of a model, as its own code trains it, in float32 on the CPU.
 
 Layers have the widths and heads of the model. Small is only what computes each token alone: the
 head, and the inner widths of MLPs. Limits of attention are lowered to a few tokens: documents that
@@ -25,6 +25,8 @@ GAIN, SHIFT = 1.5, 7
 numbers are drawn, and a large vocabulary takes little memory."""
 INNER_WIDTHS = ("intermediate_size", "ffn")
 """Parts of the names of inner widths."""
+RANDOM = ("drop", "jitter")
+"""Parts of the names of what draws random numbers in training."""
 NUMBERS = ("idx", "index", "layer_id", "layer_number")
 """Parts of the names of a layer's own number."""
 
@@ -47,7 +49,7 @@ def build_layers(
         with init_empty_weights(include_buffers=False):
             model: Any = model_class(config)
         _draw_weights(model, _keep_one_of_each_kind(model))
-        return model.eval()  # type: ignore[no-any-return]
+        return model.train()  # type: ignore[no-any-return]
 
 
 def nested_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -65,6 +67,8 @@ def _lower(config: Any, reached: Mapping[str, int]) -> None:
             setattr(config, name, LIMIT)
         elif type(value) is int and any(part in name for part in INNER_WIDTHS):
             setattr(config, name, min(value, INNER_WIDTH))
+        elif type(value) is float and any(part in name for part in RANDOM):
+            setattr(config, name, 0.0)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes.update(dict.fromkeys({*reached} & {*ropes}, LIMIT))
     config.dtype = torch.float32

@@ -4,7 +4,7 @@ Such a module is causal, so padding behind a document changes nothing in front o
 the row's documents as padded batches; everything else sees the packed row. No kernel is needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
@@ -115,11 +115,12 @@ def batches_of(
     previous = np.append(0, starts[:-1])
     places, sources, used = np.zeros(lengths.sum(), np.int64), list[Ints](), 0
     for group in grouped(prompts + lengths, fixed):
-        columns = np.arange((prompts + lengths)[group].max())
+        sizes = (prompts + lengths)[group, None]
+        columns = np.arange(sizes.max())
+        tokens = columns % sizes  # behind a document comes the same again
         prompt, before, start = (each[group, None] for each in (prompts, previous, starts))
-        # Behind a document come the row's next tokens, which it does not see.
-        source = np.where(columns < prompt, before + columns, start + columns - prompt)
-        sources.append(source.clip(max=len(places) - 1))
+        source = np.where(tokens < prompt, before + tokens, start + tokens - prompt)
+        sources.append(source)
         for row, number in enumerate(group):
             first, length = used + row * len(columns) + prompts[number], lengths[number]
             places[starts[number] :][:length] = np.arange(first, first + length)
@@ -157,13 +158,15 @@ def find_mixers(model: Module, compute: Callable[[], Any], first: int) -> None:
     """Let the classes of modules that mix documents compute these alone.
 
     `compute` runs the model on a row, and once more with another first document, of `first` tokens.
-    A class that cannot compute documents alone, as attention, stays as it was.
     """
-    while kind := find_mixing(model, compute, first):
-        if kind in APART:
-            kind.forward = APART.pop(kind)
-            break
+    while (kind := find_mixing(model, compute, first)) and kind not in APART:
         see_documents(kind)
+
+
+def forget(kinds: Iterable[type[Any]]) -> None:
+    """Leave classes as they were: they cannot compute documents alone, as attention."""
+    for kind in kinds:
+        kind.forward = APART.pop(kind)
 
 
 def find_mixing(model: Module, compute: Callable[[], Any], first: int) -> type[Any] | None:

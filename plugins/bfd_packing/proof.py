@@ -23,7 +23,7 @@ from plugsft import Capability, Ints, PluginError, RecipeError, reason_of
 from .attention import ATTENTION, attend_per_document
 from .documents import documents_of
 from .layers import ROWS, build_layers, nested_configs
-from .mixers import find_mixers
+from .mixers import APART, find_mixers, forget
 from .packer import Longest
 
 LIMIT_NAMES = re.compile(
@@ -108,9 +108,18 @@ def prove_on_layers(model: Any, longest: Longest, packing: Capability) -> str:
     raise RecipeError(f"{REFUSED}: {found.problem}; {cure}")
 
 
-@torch.no_grad()
 def probe_layers(causal: Any, longest: Longest) -> Probe:
     """Compare documents that are packed, alone, and next to a changed document."""
+    before = {*APART}
+    probe = _probe_layers(causal, longest, True)
+    if probe.problem and (tried := {*APART} - before):
+        forget(tried)
+        return _probe_layers(causal, longest, False)  # what is wrong with the model as it is
+    return probe
+
+
+@torch.no_grad()
+def _probe_layers(causal: Any, longest: Longest, with_mixers: bool) -> Probe:
     with torch.device("cpu"):
         try:
             layers: Any = build_layers(type(causal), causal.config, limits(causal.config, longest))
@@ -126,7 +135,8 @@ def probe_layers(causal: Any, longest: Longest) -> Probe:
         layers.set_attn_implementation(attend_per_document())
         if layers.config.get_text_config()._attn_implementation != ATTENTION:
             return Probe(OWN_CODE)
-        find_mixers(layers, partial(_change_first, layers, texts, vocabulary), LONG[0])
+        if with_mixers:
+            find_mixers(layers, partial(_change_first, layers, texts, vocabulary), LONG[0])
         try:
             packed, change = _change_first(layers, texts, vocabulary)
         except (PluginError, RecipeError) as error:
