@@ -524,7 +524,7 @@ TRANSFORMERS = {
         a_class_leaves_out_names,
     ),
     "_no_split_modules": Use(
-        "plugsft/model/published.py",
+        "plugsft/ranks/sharding.py",
         "accelerate's policy for FSDP2 names classes of layers that were taken out",
         classes_of_layers_are_named,
     ),

@@ -210,7 +210,11 @@ def _read_call(call: Any) -> Row:
         raise BadRow("a tool call is not an object with a name, or the JSON of one")
     arguments = _parsed(function.get("arguments"))
     if not isinstance(arguments, dict):
-        raise BadRow(f"'arguments' of a call should be an object, or its JSON: {short(call)}")
+        found = short(function["arguments"]) if "arguments" in function else "missing"
+        raise BadRow(
+            f"the arguments of a call of {function['name']} are {found}; write an object, or its "
+            "JSON: {} for none"
+        )
     try:
         json.dumps(arguments, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -118,8 +118,8 @@ def read_splits(name: str, reader: str | None, where: str) -> dict[str, DatasetR
             else:
                 # A subset: "owner/name:subset".
                 repository, _, subset = (name, "", "") if path.exists() else name.partition(":")
-                loaded = datasets.load_dataset(repository, subset or None, **options)
                 warn_of_unread(path, where)
+                loaded = datasets.load_dataset(repository, subset or None, **options)
     except Exception as error:  # datasets and its readers raise nearly every type
         cause = error.__cause__ or error  # datasets wraps those of its readers
         first_line = str(cause).strip().replace("\nPlease", " Please").partition("\n")[0]
@@ -181,7 +181,9 @@ def warn_of_unread(folder: Path, where: str) -> None:
 def data_files(folder: Path) -> Iterator[Path]:
     """Yield the data files in a folder."""
     for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
-        if file.suffix in DATA_FILES and file.name not in ("state.json", "dataset_info.json"):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        known = file.suffix in DATA_FILES and file.name not in ("state.json", "dataset_info.json")
+        if known and not hidden:
             yield file
 
 
