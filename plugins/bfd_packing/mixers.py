@@ -125,20 +125,21 @@ def batches_of(
             first, length = used + row * len(columns) + prompts[number], lengths[number]
             places[starts[number] :][:length] = np.arange(first, first + length)
         used += source.size
+    # One token each: all ranks make as many calls, also backwards.
+    sources += [np.zeros((1, 1), np.int64)] * (fixed - len(sources))
     # A copy that waits would wait for all that the device has to do.
     host = [torch.from_numpy(each) for each in (*sources, places)]
     *moved, last = (tensor.to(device, non_blocking=True) for tensor in host)
     return Batches(moved, last)
 
 
-def grouped(lengths: Ints, fixed: int) -> list[list[int]]:
-    """Group documents of like lengths; `fixed`: in so many groups, with more padding if need be."""
+def grouped(lengths: Ints, most: int) -> list[list[int]]:
+    """Group documents of like lengths in at most so many groups; 0: in any number."""
     groups, share = like_lengths(lengths, FILLED), FILLED
-    while fixed and len(groups) > fixed:
+    while most and len(groups) > most:
         share *= FILLED
         groups = like_lengths(lengths, share)
-    # The shortest document is computed again: all ranks make as many calls, also backwards.
-    return groups + [groups[-1][-1:]] * (fixed - len(groups))
+    return groups
 
 
 def like_lengths(lengths: Ints, share: float) -> list[list[int]]:

@@ -16,7 +16,7 @@ from ..tokens.tokenizer import Tokenizer
 from .formats import Parts
 
 COMPARED = 256
-"""One chain in so many is encoded once more, turn by turn, and the two are compared."""
+"""Of this many chains, one is also encoded turn by turn, and both results are compared."""
 
 
 def join(turns: list[Parts], text: str) -> Parts | None:

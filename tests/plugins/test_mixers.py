@@ -187,6 +187,7 @@ def test_each_document_begins_with_what_it_sees_of_the_one_before(documents, fix
     sources, _ = batches_of(tuple(lengths), tuple(seen), fixed, row.device)
     starts = np.cumsum(lengths) - lengths
     assert len(sources) == fixed or not fixed
+    assert sum(source.numel() for source in sources) <= 4 * (sum(lengths) + sum(seen)) + fixed
     expected = set()
     for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         before = row[starts[number - 1] :][: seen[number]] if seen[number] else row[:0]
