@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from conftest import TEXT, tiny_tables
 
 from plugsft.base.machine import look
@@ -69,6 +70,8 @@ class FirstStep:
         tables["plugins"] = plugins
         tables["train"] |= {"batch_size": len(rows)} | (train or {})
         recipe, active = resolve(tables)
+        # An earlier test of this process may have left another kind of run.
+        AcceleratorState._reset_state(reset_partial_state=True)
         self.run = open_recipe(recipe, active, look())
         self.folder, self.tokenizer = Path(self.run.model.load.path), self.run.tokenizer
         self.model, self.plan = self.run.module, self.run.plan.plan_step(1)
